@@ -28,8 +28,7 @@ def check_sources(folder: str, cached: Mapping[Any, _Source], wanted: Mapping[An
     ):
         return
     before, now = (dict.fromkeys(map(_name, sources.values())) for sources in (cached, wanted))
-    contents = list(wanted.values())
-    changed = [_name(source) for source in cached.values() if source not in contents]
+    changed = [_name(s) for s in cached.values() if not any(_agree(s, other) for other in wanted.values())]
     lines = [f"{name} is in the cache, but no source of this config" for name in before if name not in now]
     lines += [f"{name} has changed since it was cached" for name in changed if name in now]
     if complete:
@@ -47,6 +46,11 @@ def _is_same(cached: _Source, wanted: _Source | None) -> bool:
 def _content(source: _Source) -> dict[str, Any]:
     """A source without its folder and time."""
     return {**source, "url": os.path.basename(source["url"]), "modified": None}
+
+
+def _agree(cached: _Source, wanted: _Source) -> bool:
+    """Whether all is equal that is known of both."""
+    return all(cached[name] == wanted[name] for name in cached.keys() & wanted.keys())
 
 
 def _name(source: _Source) -> str:

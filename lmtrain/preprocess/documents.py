@@ -13,6 +13,7 @@ from lmtrain.config.errors import UserError
 from lmtrain.config.remote import remote_errors
 from lmtrain.preprocess.formats import READERS, RecordLimit, UnreadableError
 from lmtrain.preprocess.hf_dataset import DatasetRows, DatasetShard
+from lmtrain.preprocess.input_files import format_of
 from lmtrain.preprocess.records import (
     BadRecordError,
     Document,
@@ -22,7 +23,7 @@ from lmtrain.preprocess.records import (
     is_conversation,
     read_document,
 )
-from lmtrain.preprocess.sources import AnySource, Source, describe_source, format_of, open_source
+from lmtrain.preprocess.sources import AnySource, Source, describe_source, open_source
 from lmtrain.runtime.storage import is_url
 
 _BAD_RECORDS_SHOWN = 10

@@ -1,5 +1,6 @@
 """Cache of one split of a source: its shards, which of them exist, and whether they match the config."""
 
+import contextlib
 import os
 from collections.abc import Sequence
 from dataclasses import replace
@@ -27,9 +28,16 @@ from lmtrain.hf.find_tokenizer import open_tokenizer
 from lmtrain.hf.tokenizer import Tokenizer
 from lmtrain.preprocess.cache_match import check_recipe, check_sources
 from lmtrain.preprocess.dropped import Dropped
+from lmtrain.preprocess.input_files import FilesMissingError
 from lmtrain.preprocess.labels import has_labels
 from lmtrain.preprocess.recipe import chat_template_of, check_special_tokens, recipe_of, token_dtype
-from lmtrain.preprocess.sources import AnySource, FilesMissingError, as_recorded, describe_urls, list_sources
+from lmtrain.preprocess.sources import (
+    AnySource,
+    as_recorded,
+    as_recorded_in,
+    describe_urls,
+    list_sources,
+)
 from lmtrain.preprocess.token_sources import TokenSource
 from lmtrain.runtime.atomic_files import remove_temporaries
 from lmtrain.runtime.lock import FileLock
@@ -136,8 +144,10 @@ class SplitCache(Cache):
                     markers[name] = marker
         for recipe, _ in markers.values():
             check_recipe(self.folder, recipe, self.recipe)
-        expected = {f"{job.name}.json": self.sources[number] for number, job in self.jobs.items()}
-        check_sources(self.folder, {name: info.source for name, (_, info) in markers.items()}, expected, complete=False)
+        cached = {name: info.source for name, (_, info) in markers.items()}
+        names = {f"{job.name}.json": job.source for job in self.jobs.values()}
+        expected = {name: as_recorded_in(source, cached.get(name)) for name, source in names.items()}
+        check_sources(self.folder, cached, expected, complete=False)
         for name, index in missing.items():
             if name in markers:
                 info = markers[name][1]
@@ -259,9 +269,27 @@ def _with_sources(
         log.info(f"{folder}: using the finished cache, although its source files are unavailable ({error})")
         return finished
     cached = dict(enumerate(shard.source for shard in finished.shards))
-    check_sources(folder, cached, dict(enumerate(map(as_recorded, sources))), complete=True)
+    expected = {number: as_recorded_in(source, cached.get(number)) for number, source in enumerate(sources)}
+    check_sources(folder, cached, expected, complete=True)
     pairs = zip(sources, finished.shards, strict=True)
-    return replace(finished, shards=[s.info if isinstance(s, TokenSource) else shard for s, shard in pairs])
+    found = replace(finished, shards=[s.info if isinstance(s, TokenSource) else shard for s, shard in pairs])
+    return _with_times(folder, found, sources)
+
+
+def _with_times(folder: str, finished: CacheManifest, sources: Sequence[AnySource]) -> CacheManifest:
+    """The cache with the present times of files whose contents were compared, written so that this is not repeated."""
+    shards = []
+    for source, shard in zip(sources, finished.shards, strict=True):
+        recorded = as_recorded(source)
+        is_newer = shard.source["url"] == recorded["url"] and "sample" in shard.source
+        present = {"modified": recorded["modified"]} if is_newer else {}
+        shards.append(replace(shard, source={**shard.source, **present}))
+    if shards == finished.shards:
+        return finished
+    present_times = replace(finished, shards=shards)
+    with contextlib.suppress(OSError, UserError):  # of a cache that is only read
+        save_manifest(folder, present_times)
+    return present_times
 
 
 def _read_marker(path: str) -> tuple[dict[str, Any], ShardInfo] | None:

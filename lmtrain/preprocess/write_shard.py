@@ -23,7 +23,7 @@ from lmtrain.preprocess.long_documents import can_split, split_document
 from lmtrain.preprocess.recipe import token_dtype
 from lmtrain.preprocess.record_reader import record_reader
 from lmtrain.preprocess.records import Document, texts_of
-from lmtrain.preprocess.sources import AnySource, as_recorded
+from lmtrain.preprocess.sources import AnySource, Source, as_recorded, source_checksums, version_of
 from lmtrain.preprocess.tokenize import TokenBatch, tokenize
 from lmtrain.runtime.atomic_files import file_sha256
 from lmtrain.runtime.storage import file_size, is_url, upload, write_json
@@ -98,6 +98,7 @@ def build_shard(job: ShardJob, report: Report = lambda *_: None) -> ShardInfo:
         max_document_bytes=job.config.max_document_bytes,
     )
     counts = dict.fromkeys(_WARNINGS, 0)
+    version = version_of(job.source)
     with _published(file) as temporary:
         with _written(temporary) as writer:
             blocks = _BlockWriter(writer, token_dtype(tokenizer.vocab_size), labelled)
@@ -115,9 +116,12 @@ def build_shard(job: ShardJob, report: Report = lambda *_: None) -> ShardInfo:
                 position = reader.position
             _check_bad_share(reader, number, job)
             blocks.finish()
+        checksums = source_checksums(job.source) if isinstance(job.source, Source) else {}
+        if version_of(job.source) != version:
+            raise UserError(f"{job.source.label}: modified while it was read; run the same command again")
         info = ShardInfo(
             file=f"{job.name}.arrayrecord",
-            source=as_recorded(job.source),
+            source=as_recorded(job.source) | checksums,
             targets=blocks.targets,
             warnings=[
                 f"{job.source.label}: {_WARNINGS[name].format(f'{count:,} of {blocks.documents:,} documents')}"
