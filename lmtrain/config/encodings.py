@@ -37,6 +37,12 @@ def lfs_pointer(start: bytes) -> str | None:
     return "a pointer of Git LFS, not the file itself; run `git lfs pull` in its repository to download the file"
 
 
+def refuse_pointer(start: bytes, place: str) -> None:
+    """Raise `UserError`, which starts with `place`, for the first bytes of a pointer of Git LFS."""
+    if (reason := lfs_pointer(start)) is not None:
+        raise UserError(f"{place}: {reason}")
+
+
 def web_page(start: bytes) -> str | None:
     """Message for a file whose first bytes are those of a page in HTML or XML; None for others."""
     if not _MARKUP.match(start):

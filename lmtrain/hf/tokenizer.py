@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from lmtrain.config.encodings import refuse_pointer
 from lmtrain.config.errors import UserError
 from lmtrain.config.suggest import suggest_name
-from lmtrain.runtime.storage import read_json, write_json
+from lmtrain.runtime.storage import read_bytes, read_json, write_json
 
 if TYPE_CHECKING:
     import tokenizers
@@ -84,6 +85,7 @@ def _load(path: str, _identity: tuple[Any, ...]) -> Tokenizer:
     try:
         backend = tokenizers.Tokenizer.from_file(file)
     except Exception as error:  # the library raises bare Exception
+        refuse_pointer(read_bytes(file), file)
         raise UserError(f"{file}: not a tokenizer: {error}") from None
     backend.no_truncation()  # a length limit in the folder would drop text
     backend.no_padding()
