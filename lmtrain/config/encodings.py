@@ -1,5 +1,6 @@
 """Files that are not what they should be: text that is not UTF-8, and what was stored in the place of a file."""
 
+import os
 import re
 
 from lmtrain.config.errors import UserError
@@ -87,3 +88,11 @@ def require_utf8(text: str, place: str) -> None:
         text.encode(errors="surrogateescape").decode()
     except UnicodeDecodeError as error:
         raise UserError(f"{place}: {not_utf8(error)}") from None
+
+
+def require_utf8_name(path: str, advice: str) -> None:
+    """Raise `UserError` for a path that is not UTF-8, which neither JSON files nor the libraries of tokens hold."""
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        raise UserError(f"{os.fsencode(path)!r}: a name that is not UTF-8; {advice}") from None

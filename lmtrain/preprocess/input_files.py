@@ -10,6 +10,7 @@ from typing import Any
 from braceexpand import braceexpand
 
 from lmtrain.config.counts import counted
+from lmtrain.config.encodings import require_utf8_name
 from lmtrain.config.errors import UserError
 from lmtrain.config.remote import is_missing, open_fs, remote_errors, without_query
 from lmtrain.preprocess.formats import READERS
@@ -48,12 +49,7 @@ def expand_urls(urls: list[str], of_tokens: bool = False) -> list[str]:
     if repeated:
         raise UserError("listed more than once: " + ", ".join(repeated))
     for name in files:
-        try:
-            name.encode()
-        except UnicodeEncodeError:
-            raise UserError(
-                f"{os.fsencode(name)!r}: a name that is not UTF-8, which manifests cannot hold; rename it"
-            ) from None
+        require_utf8_name(name, "rename the file or folder")
         if not of_tokens or not (is_in_place(name) or is_cache(name)):
             format_of(name)
     return files

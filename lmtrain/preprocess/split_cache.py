@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from lmtrain.config.counts import counted
+from lmtrain.config.encodings import require_utf8_name
 from lmtrain.config.errors import UserError
 from lmtrain.config.redact import redact
 from lmtrain.config.remote import remote_errors
@@ -182,6 +183,7 @@ class SplitCache(Cache):
 
 def make_folder(folder: str) -> None:
     """Create a folder of `data.cache_dir`. Raises `UserError` if it cannot be created or is not writable."""
+    require_utf8_name(folder, "choose another data.cache_dir")
     if is_url(folder):
         check_writable(folder)
         return

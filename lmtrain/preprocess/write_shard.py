@@ -123,11 +123,7 @@ def build_shard(job: ShardJob, report: Report = lambda *_: None) -> ShardInfo:
             file=f"{job.name}.arrayrecord",
             source=as_recorded(job.source) | checksums,
             targets=blocks.targets,
-            warnings=[
-                f"{job.source.label}: {_WARNINGS[name].format(f'{count:,} of {blocks.documents:,} documents')}"
-                for name, count in counts.items()
-                if count
-            ],
+            warnings=_warnings(job, number + reader.skipped, counts, blocks.documents),
             bytes=os.path.getsize(temporary),
             sha256=file_sha256(temporary),
             tokens=blocks.tokens,
@@ -140,6 +136,14 @@ def build_shard(job: ShardJob, report: Report = lambda *_: None) -> ShardInfo:
     with _naming(f"{job.path}.json"):
         write_json(f"{job.path}.json", {"recipe": job.recipe, "shard": info.described})
     return info
+
+
+def _warnings(job: ShardJob, records: int, counts: dict[str, int], documents: int) -> list[str]:
+    label = job.source.label
+    is_part = isinstance(job.source, Source) and job.source.start is not None  # maybe the middle of a long line
+    empty = [] if records or is_part else [f"{label}: no documents"]
+    found = {_WARNINGS[name]: f"{count:,} of {documents:,} documents" for name, count in counts.items() if count}
+    return empty + [f"{label}: {warning.format(number)}" for warning, number in found.items()]
 
 
 def _kept(job: ShardJob, first: int, count: int) -> np.ndarray:

@@ -184,6 +184,13 @@ def test_a_cache_dir_that_is_a_file_is_a_user_error(work):
         find_cache(config(cache_dir="a.jsonl"), "train")
 
 
+def test_a_cache_dir_that_is_not_utf8_is_an_error_before_anything_is_built(work):
+    folder = os.fsdecode(b"d\xe9")
+    with pytest.raises(UserError, match=r"d.*not UTF-8.*data\.cache_dir"):
+        find_cache(config(cache_dir=folder), "train").make_folder()
+    assert not os.path.exists(folder)
+
+
 def test_a_missing_special_token_is_an_error_before_anything_is_written(work):
     (work / "tok" / "tokenizer_config.json").unlink()
     with pytest.raises(UserError, match="no eos_token"):
