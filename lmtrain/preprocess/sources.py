@@ -71,6 +71,9 @@ def as_recorded_in(source: AnySource, cached: Mapping[str, Any] | None) -> dict[
     parts of it. Sources in caches of earlier versions have neither times nor checksums, which are not compared then.
     """
     recorded = as_recorded(source)
+    if cached is not None and isinstance(source, DatasetShard):
+        same_time = {"modified": cached["modified"]} if "modified" in cached else {}
+        return {name: value for name, value in recorded.items() if name in cached} | same_time
     if not isinstance(source, Source) or cached is None:
         return recorded
     known = {name: value for name, value in recorded.items() if name not in ("url", "modified")}

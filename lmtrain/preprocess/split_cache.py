@@ -29,6 +29,7 @@ from lmtrain.hf.find_tokenizer import open_tokenizer
 from lmtrain.hf.tokenizer import Tokenizer
 from lmtrain.preprocess.cache_match import check_recipe, check_sources
 from lmtrain.preprocess.dropped import Dropped
+from lmtrain.preprocess.hf_dataset import folder_state
 from lmtrain.preprocess.input_files import FilesMissingError
 from lmtrain.preprocess.labels import has_labels
 from lmtrain.preprocess.recipe import chat_template_of, check_special_tokens, recipe_of, token_dtype
@@ -262,6 +263,7 @@ def _with_sources(
     """
     same_urls = finished.urls == describe_urls(config, split)
     if config.id is not None and same_urls:
+        _check_dataset(folder, config.id, finished)
         return finished  # a dataset is not downloaded again just to check for changes
     try:
         sources = list_sources(config, split, tokenizer)
@@ -276,6 +278,18 @@ def _with_sources(
     pairs = zip(sources, finished.shards, strict=True)
     found = replace(finished, shards=[s.info if isinstance(s, TokenSource) else shard for s, shard in pairs])
     return _with_times(folder, found, sources)
+
+
+def _check_dataset(folder: str, id: str, finished: CacheManifest) -> None:
+    """Raise `UserError` if the files of a dataset in a local folder are others, and warn if they are only newer."""
+    source = finished.shards[0].source
+    files, modified = folder_state(id)
+    if files is None or source.get("files") is None or (source["files"], source["modified"]) == (files, modified):
+        return
+    advice = "choose another data.cache_dir, or delete this folder to build it again"
+    if source["files"] != files:
+        raise UserError(f"{folder}: the files of data.id {id} have changed since they were cached; {advice}")
+    log.warning(f"{folder}: files of data.id {id} were modified since they were cached; if their rows differ, {advice}")
 
 
 def _with_times(folder: str, finished: CacheManifest, sources: Sequence[AnySource]) -> CacheManifest:

@@ -112,7 +112,7 @@ def test_every_format_and_compression_gives_the_same_tokens(work, finished):
     assert [shard.sha256 for shard in manifest.shards] == [shard.sha256 for shard in whole.shards]
 
 
-def test_a_finished_cache_of_a_dataset_is_used_without_opening_the_dataset(work):
+def test_a_finished_cache_of_a_dataset_is_used_without_opening_the_dataset(work, caplog):
     (work / "data").mkdir()
     for name in NAMES:
         shutil.copyfile(work / name, work / "data" / f"train-{name}")
@@ -121,6 +121,14 @@ def test_a_finished_cache_of_a_dataset_is_used_without_opening_the_dataset(work)
     whole = load_manifest("cache/train")
     assert built == whole
     assert [shard.documents for shard in built.shards] == [300, 3, 40]
+    assert build_cache(config(**settings), "train") == built
+    assert "modified since they were cached" not in caplog.text
+    os.utime(work / "data" / "train-b.jsonl", ns=(5, 5))
+    assert build_cache(config(**settings), "train") == built
+    assert "modified since they were cached" in caplog.text
+    (work / "data" / "train-b.jsonl").write_text(lines("other"))
+    with pytest.raises(UserError, match=r"the files of data\.id .* have changed since they were cached"):
+        build_cache(config(**settings), "train")
     shutil.rmtree(work / "data")
     assert build_cache(config(**settings), "train") == built
     with pytest.raises(UserError, match="not found locally"):

@@ -1,4 +1,4 @@
-"""Description and splitting of input files, and what tells that one has changed."""
+"""Description and splitting of input files, and which changes of one are noticed."""
 
 import gzip
 

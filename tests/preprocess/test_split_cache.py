@@ -184,10 +184,11 @@ def test_a_cache_dir_that_is_a_file_is_a_user_error(work):
         find_cache(config(cache_dir="a.jsonl"), "train")
 
 
-def test_a_cache_dir_that_is_not_utf8_is_an_error_before_anything_is_built(work):
+def test_a_cache_dir_that_is_not_utf8_is_an_error_before_anything_is_built(work, monkeypatch):
     folder = os.fsdecode(b"d\xe9")
+    monkeypatch.setenv("HOME", folder)
     with pytest.raises(UserError, match=r"d.*not UTF-8.*data\.cache_dir"):
-        find_cache(config(cache_dir=folder), "train").make_folder()
+        find_cache(config(cache_dir="~"), "train").make_folder()
     assert not os.path.exists(folder)
 
 
