@@ -28,6 +28,7 @@ from lmtrain.runtime.storage import is_url
 
 _BAD_RECORDS_SHOWN = 10
 _CHUNK_BYTES = 1 << 22
+_LONG_WINDOW = "Frame requires too much memory"
 
 
 def read_texts(url: str, text_key: str) -> Iterator[str]:
@@ -129,6 +130,10 @@ class DocumentReader:
                 place = label if error.number is None else self.place(error.number)
                 raise UserError(f"{place}: {error}") from None
             except (EOFError, zlib.error, lzma.LZMAError, OSError) as error:
+                if _LONG_WINDOW in str(error):
+                    raise UserError(
+                        f"{label}: compressed with --long: run `zstd -d --long=31 < OLD | zstd > NEW`"
+                    ) from None
                 raise UserError(f"{label}: corrupt after line {number}: {error}") from None
             except Exception as error:
                 with remote_errors(url, "read"):  # remote file systems raise their own error classes

@@ -13,6 +13,7 @@ than a `RecordLimit` is a bad one as well, and is not held in memory.
 
 import codecs
 import json
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ _CHUNK_BYTES = 1 << 20
 _START_BYTES = 4096
 _ROWS = 256
 _ARROW_FILE = b"ARROW1"
+_PARQUET = b"PAR1"
 _SPACE = re.compile(r"[ \t\r\n]*")
 # Characters at the end of a part of a JSON text where an error may come from what is missing, such as of -Infinity.
 _CUT = 16
@@ -111,7 +113,7 @@ def read_txt(file: IO[bytes], reader: RecordReader, limit: RecordLimit) -> Itera
     def document() -> Any:
         return {reader.key: "\n".join(lines)} if size <= limit.bytes else limit.error()
 
-    for number, line in _txt_lines(file, limit):
+    for number, line in _txt_lines(file, limit, unit):
         if isinstance(line, BadRecordError):
             yield number, line
             continue
@@ -129,11 +131,17 @@ def read_txt(file: IO[bytes], reader: RecordReader, limit: RecordLimit) -> Itera
         yield first, document()
 
 
-def _txt_lines(file: IO[bytes], limit: RecordLimit) -> Iterator[tuple[int, str | BadRecordError]]:
+def _txt_lines(file: IO[bytes], limit: RecordLimit, unit: str) -> Iterator[tuple[int, str | BadRecordError]]:
     """Every line without its break and without a byte order mark."""
     for number, line in enumerate(_lines(file, limit), start=1):
         if isinstance(line, BadRecordError):
             yield number, line
+            continue
+        if (zeros := line.count(0)) and not line.strip(b"\0\r\n"):
+            yield number, BadRecordError(f"{zeros:,} zero bytes, as in a file that was not written to its end")
+            continue
+        if number == 1 and unit != "file" and b"\r" in line.strip() and not line.endswith(b"\n"):
+            yield number, BadRecordError("lines end in CR without LF; convert them with `tr '\\r' '\\n' < OLD > NEW`")
             continue
         try:
             if number == 1:
@@ -272,9 +280,9 @@ def read_parquet(file: IO[Any], reader: RecordReader, limit: RecordLimit) -> Ite
 
     try:
         table = parquet.ParquetFile(file, buffer_size=_CHUNK_BYTES)  # otherwise columns of a row group are read at once
+        _check_one_parquet(file, table.metadata)
         present = table.schema_arrow.names
-        reader.check_keys(present)
-        columns = [column for column in reader.columns if column in present]
+        columns = _columns(present, reader)
         groups = map(table.metadata.row_group, range(table.metadata.num_row_groups))
         rows = _rows_at_once(sum(group.total_byte_size for group in groups), table.metadata.num_rows, limit)
         batches = table.iter_batches(batch_size=rows, columns=columns)
@@ -283,6 +291,30 @@ def read_parquet(file: IO[Any], reader: RecordReader, limit: RecordLimit) -> Ite
         raise UnreadableError(str(error)) from None
     except pyarrow.ArrowException as error:
         raise UnreadableError(f"corrupt, or not Parquet: {error}") from None
+
+
+def _columns(present: list[str], reader: RecordReader) -> list[str]:
+    """The columns to read. Raises `BadRecordError` if some are missing, or there are several of a name."""
+    reader.check_keys(present)
+    columns = [column for column in reader.columns if column in present]
+    if repeated := [column for column in columns if present.count(column) > 1]:
+        raise BadRecordError(f"{present.count(repeated[0])} columns have the name {repeated[0]!r}; rename all but one")
+    return columns
+
+
+def _check_one_parquet(file: IO[Any], metadata: Any) -> None:
+    """Raise `UnreadableError` for files that were joined, such as by `cat`: only one of them would be read."""
+    groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+    chunks = [group.column(number) for group in groups for number in range(group.num_columns)]
+    starts = [(chunk.dictionary_page_offset or chunk.data_page_offset, chunk.total_compressed_size) for chunk in chunks]
+    size = file.seek(0, os.SEEK_END)
+    before = size - 8 - metadata.serialized_size - max((start + length for start, length in starts), default=4)
+    if before > 8:  # bytes that the metadata does not describe, here of the files before
+        file.seek(before - len(_PARQUET))
+        if file.read(2 * len(_PARQUET)) == 2 * _PARQUET:
+            raise UnreadableError(
+                "several Parquet files in one, of which only a part would be read; keep them separate"
+            )
 
 
 def read_arrow(file: IO[Any], reader: RecordReader, limit: RecordLimit) -> Iterator[Record]:
@@ -299,10 +331,11 @@ def read_arrow(file: IO[Any], reader: RecordReader, limit: RecordLimit) -> Itera
         else:
             batches = table = pyarrow.ipc.open_stream(source)
         present = table.schema.names
-        reader.check_keys(present)
-        columns = [column for column in reader.columns if column in present]
+        columns = _columns(present, reader)
         selected = (batch.select(columns) for batch in batches)
         yield from enumerate(chain.from_iterable(_rows_of(batch, limit) for batch in selected), start=1)
+        if not is_file and file.read(1):
+            raise UnreadableError("more bytes after the end of its stream; keep files that were joined separate")
     except BadRecordError as error:
         raise UnreadableError(str(error)) from None
     except pyarrow.ArrowException as error:

@@ -30,6 +30,7 @@ _READ_BYTES = 1 << 22
 # What stores call the checksum, version or time of a file, the best first.
 _VERSIONS = ("md5Hash", "crc32c", "Content-MD5", "Digest", "ETag", "LastModified", "Last-Modified", "mtime", "created")
 _THREADS = 32
+_SHOWN = 3
 
 # Formats that can be read in parts: a line belongs to the part in which it starts.
 _BY_LINES = (".jsonl", ".txt")
@@ -126,7 +127,21 @@ def list_sources(config: DataConfig, split: str, tokenizer: Tokenizer) -> list[A
             parts = list(pool.map(describe, urls))
     else:  # local files need no threads, each of which takes memory
         parts = list(map(describe, urls))
-    return list(chain.from_iterable(parts))
+    sources = list(chain.from_iterable(parts))
+    _warn_of_copies(sources)
+    return sources
+
+
+def _warn_of_copies(sources: Sequence[AnySource]) -> None:
+    """Warn of files that are probably copies, which would be read twice."""
+    by_content: dict[str, list[str]] = {}
+    for source in sources:
+        if isinstance(source, Source) and source.bytes and not source.start:
+            by_content.setdefault(source.fingerprint, []).append(redact(source.url))
+    copies = [" = ".join(urls) for urls in by_content.values() if len(urls) > 1]
+    if copies:
+        more = f" and {len(copies) - _SHOWN} more" if len(copies) > _SHOWN else ""
+        log.warning(f"same size, start and end, all are read: {', '.join(copies[:_SHOWN])}{more}")
 
 
 def _describe(config: DataConfig, tokenizer: Tokenizer, url: str) -> Sequence[AnySource]:

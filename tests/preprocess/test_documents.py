@@ -81,6 +81,13 @@ def test_empty_and_skippable_streams_and_padding_are_part_of_a_compressed_file(w
     assert texts_of(write("c.jsonl.zst", skippable + zstandard.compress(LINES) + skippable)) == TEXTS
 
 
+def test_a_long_window_of_zstd_is_named_with_the_command_that_removes_it(write):
+    long = zstandard.ZstdCompressionParameters(window_log=30)
+    stream = zstandard.ZstdCompressor(compression_params=long).compressobj()
+    with pytest.raises(UserError, match=r"a\.jsonl\.zst: compressed with --long: .*zstd"):
+        texts_of(write("a.jsonl.zst", stream.compress(LINES) + stream.flush()))
+
+
 @pytest.mark.parametrize(
     "content",
     [

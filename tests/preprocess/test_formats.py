@@ -26,9 +26,20 @@ TEXTS = ["one", "zwei äöü 🙂", "", " three\t", 'quote " and \\ and ]', "a" 
 ARRAY = "it looks like a JSON array: name the file .json"
 
 
-def as_parquet(texts, key="text"):
+def table(texts, key, other):
+    return pyarrow.table([list(range(len(texts))), texts], names=[other, key])
+
+
+def as_parquet(texts, key="text", other="n"):
     file = io.BytesIO()
-    parquet.write_table(pyarrow.table({"n": list(range(len(texts))), key: texts}), file, row_group_size=2)
+    parquet.write_table(table(texts, key, other), file, row_group_size=2)
+    return file.getvalue()
+
+
+def as_arrow(texts, key="text", other="n"):
+    file, content = io.BytesIO(), table(texts, key, other)
+    with pyarrow.ipc.new_stream(file, content.schema) as writer:
+        writer.write_table(content)
     return file.getvalue()
 
 
@@ -38,6 +49,7 @@ WRITTEN = {
     ".json array": json.dumps([{"text": text} for text in TEXTS], indent=1, ensure_ascii=False).encode(),
     ".json array in one line": json.dumps([{"n": 1, "text": text} for text in TEXTS], separators=(",", ":")).encode(),
     ".parquet": as_parquet(TEXTS),
+    ".arrow": as_arrow(TEXTS),
 }
 
 
@@ -205,6 +217,8 @@ def test_a_json_file_may_be_one_object_lines_or_an_array(read, content, expected
         (".jsonl", b"[" * 100_000 + b'\n{"text": "a"}\n', ["1: not JSON: nested too deeply"], ["a"]),
         (".jsonl", b'{"text": "\\ud800"}\n', ["1: not UTF-8"], []),
         (".txt", b"a\n\xff\xfe\nb\n", ["2: not UTF-8"], ["a", "b"]),
+        (".txt", b"a\nb\n" + bytes(50), ["3: 50 zero bytes"], ["a", "b"]),
+        (".txt", b"a\rb\r", ["1: lines end in CR"], []),
         (".json", b'[{"text": "a"}, {"t": 1}, 5, {"text": "b"}]', ["2: no key 'text'", "3: exp"], ["a", "b"]),
         (".json", b'{"t":\n 1}', ["1: no key 'text'"], []),
         (".json", b'{"text": "a"}\n[{"text": "b"}]\n', ["2: expected a JSON object with the key 'text'"], ["a"]),
@@ -243,6 +257,11 @@ def test_a_bad_record_is_an_error_with_its_location_and_the_rest_is_read(read, e
         (".parquet", b"PAR1 nonsense", ": corrupt, or not Parquet"),
         (".parquet", as_parquet(["a"], key="txt"), ": no key 'text' .it has 'n', 'txt'.; set data.text_key"),
         (".parquet", WRITTEN[".parquet"][:-20], ": corrupt, or not Parquet"),
+        (".parquet", WRITTEN[".parquet"] + as_parquet(["c"]), ": several Parquet files in one"),
+        (".parquet", as_parquet(["c"]) + WRITTEN[".parquet"], ": several Parquet files in one"),
+        (".arrow", as_arrow(["a"]) + as_arrow(["b"]), ": more bytes after the end"),
+        (".parquet", as_parquet(["a"], key="text", other="text"), ": 2 columns have the name 'text'"),
+        (".arrow", as_arrow(["a"], "text", "text"), ": 2 columns have the name 'text'"),
     ],
 )
 def test_an_error_that_makes_the_rest_unreadable_is_raised(read, extension, content, message):

@@ -5,8 +5,10 @@ import gzip
 import pytest
 
 from lmtrain.config.errors import UserError
+from lmtrain.data.config import DataConfig
+from lmtrain.hf.find_tokenizer import open_tokenizer
 from lmtrain.preprocess.input_files import FilesMissingError
-from lmtrain.preprocess.sources import describe_source, split_source
+from lmtrain.preprocess.sources import describe_source, list_sources, split_source
 
 
 def make(folder, *names, content=b"text"):
@@ -57,3 +59,13 @@ def test_a_page_of_a_web_server_is_refused_but_may_be_text(tmp_path, name, page)
 def test_a_file_of_another_format_than_its_name_is_refused(tmp_path, name, content, ending):
     with pytest.raises(UserError, match=rf"{name}: its content is that of a {ending}"):
         describe_source(make(tmp_path, name, content=content)[0])
+
+
+def test_copies_among_the_files_of_a_split_are_logged(tmp_path, caplog):
+    config = DataConfig(train_urls=make(tmp_path, "a.jsonl", "b.jsonl"), tokenizer="byte")
+    list_sources(config, "train", open_tokenizer("byte", None))
+    assert f"{tmp_path}/a.jsonl = {tmp_path}/b.jsonl" in caplog.text
+    caplog.clear()
+    make(tmp_path, "b.jsonl", content=b"other")
+    assert len(list_sources(config, "train", open_tokenizer("byte", None))) == 2
+    assert not caplog.text
