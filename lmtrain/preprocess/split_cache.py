@@ -303,8 +303,12 @@ def _with_times(folder: str, finished: CacheManifest, sources: Sequence[AnySourc
     if shards == finished.shards:
         return finished
     present_times = replace(finished, shards=shards)
+    lock = None if is_url(folder) else FileLock(os.path.join(folder, ".building"))
     with contextlib.suppress(OSError, UserError):  # of a cache that is only read
-        save_manifest(folder, present_times)
+        if lock is None or lock.acquire():  # else another process of the run writes it
+            save_manifest(folder, present_times)
+    if lock is not None:
+        lock.release()
     return present_times
 
 
