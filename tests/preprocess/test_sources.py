@@ -2,13 +2,21 @@
 
 import gzip
 
+import fsspec
 import pytest
 
 from lmtrain.config.errors import UserError
 from lmtrain.data.config import DataConfig
 from lmtrain.hf.find_tokenizer import open_tokenizer
 from lmtrain.preprocess.input_files import FilesMissingError
-from lmtrain.preprocess.sources import describe_source, list_sources, split_source
+from lmtrain.preprocess.sources import (
+    as_recorded,
+    as_recorded_in,
+    describe_source,
+    list_sources,
+    source_checksums,
+    split_source,
+)
 
 
 def make(folder, *names, content=b"text"):
@@ -69,3 +77,22 @@ def test_copies_among_the_files_of_a_split_are_logged(tmp_path, caplog):
     make(tmp_path, "b.jsonl", content=b"other")
     assert len(list_sources(config, "train", open_tokenizer("byte", None))) == 2
     assert not caplog.text
+
+
+def test_a_file_at_a_url_with_another_version_is_compared_by_parts():
+    memory, url = fsspec.filesystem("memory"), "memory:///versions/a.jsonl"
+    content = b"x" * 500_000
+    memory.pipe_file("/versions/a.jsonl", content)
+    source = describe_source(url)
+    cached = as_recorded(source) | source_checksums(source)
+    assert cached["modified"] is not None
+    assert "sha256" not in cached  # which would read the file once more
+    memory.pipe_file("/versions/a.jsonl", content)
+    again = describe_source(url)
+    assert again != source
+    assert as_recorded_in(again, cached) == cached
+    memory.pipe_file("/versions/a.jsonl", content[:10_000] + b"y" * 480_000 + content[-10_000:])
+    edited = describe_source(url)
+    assert edited.fingerprint == source.fingerprint
+    assert as_recorded_in(edited, cached) != cached
+    memory.rm("/versions", recursive=True)
