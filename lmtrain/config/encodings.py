@@ -1,5 +1,6 @@
-"""Text that is not UTF-8: which encoding it looks like, and the command that converts it."""
+"""Files that are not what they should be: text that is not UTF-8, and what was stored in the place of a file."""
 
+import os
 import re
 
 from lmtrain.config.errors import UserError
@@ -15,6 +16,44 @@ _CONTROL = re.compile(rb"[\x00-\x08\x0e-\x1a\x7f]")
 # Letters and signs of Windows' encoding where ISO-8859-1 has no characters.
 _WINDOWS = re.compile(rb"[\x80-\x9f]")
 _SHOWN_BYTES = 4096
+
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+_MARKUP = re.compile(rb"(\xef\xbb\xbf)?\s*<(!doctype|html|head|\?xml)\b", re.IGNORECASE)
+# The first bytes of files that are no text, and the ends of their names.
+_BINARY = {
+    b"\x1f\x8b\x08": ".gz",
+    b"BZh91AY&SY": ".bz2",
+    b"\xfd7zXZ\x00": ".xz",
+    b"\x28\xb5\x2f\xfd": ".zst",
+    b"PK\x03\x04": ".zip",
+    b"PAR1": ".parquet",
+    b"ARROW1": ".arrow",
+}
+
+
+def lfs_pointer(start: bytes) -> str | None:
+    """Message for a file whose first bytes are those of a pointer of Git LFS; None for others."""
+    if not start.startswith(_LFS_POINTER):
+        return None
+    return "a pointer of Git LFS, not the file itself; run `git lfs pull` in its repository to download the file"
+
+
+def refuse_pointer(start: bytes, place: str) -> None:
+    """Raise `UserError`, which starts with `place`, for the first bytes of a pointer of Git LFS."""
+    if (reason := lfs_pointer(start)) is not None:
+        raise UserError(f"{place}: {reason}")
+
+
+def web_page(start: bytes) -> str | None:
+    """Message for a file whose first bytes are those of a page in HTML or XML; None for others."""
+    if not _MARKUP.match(start):
+        return None
+    return "a page in HTML or XML, such as an error of a web server, not the file itself; download the file again"
+
+
+def binary_name(start: bytes) -> str | None:
+    """The end of the name that files with these first bytes have, such as .gz; None if they may be text."""
+    return next((name for mark, name in _BINARY.items() if start.startswith(mark)), None)
 
 
 def likely_encoding(content: bytes) -> str | None:
@@ -49,3 +88,11 @@ def require_utf8(text: str, place: str) -> None:
         text.encode(errors="surrogateescape").decode()
     except UnicodeDecodeError as error:
         raise UserError(f"{place}: {not_utf8(error)}") from None
+
+
+def require_utf8_name(path: str, advice: str) -> None:
+    """Raise `UserError` for a path that is not UTF-8, which neither JSON files nor the libraries of tokens hold."""
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        raise UserError(f"{os.fsencode(path)!r}: a name that is not UTF-8; {advice}") from None

@@ -48,8 +48,9 @@ class Cache:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What determines the tokens and their order; known before any are built. Excludes the location of the text."""
-        place = ("url", "id", "modified")
+        """What determines the tokens and their order; known before any are built. Excludes the location of the text
+        and the checksums that are known when it has been read."""
+        place = ("url", "id", "modified", "sample", "sha256", "files")
         parts = [{name: value for name, value in s.items() if name not in place} for s in self.sources]
         return {"recipe": self.recipe, "sources": parts}
 

@@ -135,7 +135,8 @@ class DataConfig(SourceConfig):
     max_document_bytes: int = execution(
         10_000_000,
         ge=1,
-        description="Maximum document size in bytes; a longer one is an error unless the tokenizer can split it safely",
+        description="Maximum document size in bytes; a longer one is an error unless the tokenizer can split it "
+        "safely. A record in a file may have 16 times as much",
     )
     split_bytes: int = identity(
         256_000_000,

@@ -21,6 +21,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from lmtrain.config.encodings import require_utf8_name
 from lmtrain.config.errors import UserError
 from lmtrain.config.remote import remote_errors
 from lmtrain.hf.chat_template import read_templates
@@ -90,6 +91,7 @@ def open_in_transformers(name: str) -> Any:
 def cache_folder() -> str:
     """Folder of converted tokenizers; XDG_CACHE_HOME moves it."""
     root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    require_utf8_name(root, "set XDG_CACHE_HOME to another folder")
     return os.path.join(root, "lmtrain", "tokenizers")
 
 

@@ -16,6 +16,7 @@ from typing import Any, BinaryIO, NamedTuple
 import ml_dtypes
 import numpy as np
 
+from lmtrain.config.encodings import refuse_pointer
 from lmtrain.config.errors import UserError
 from lmtrain.config.json_text import parse_json
 from lmtrain.config.remote import remote_errors
@@ -33,6 +34,7 @@ _DTYPES = {
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _ALIGNMENT = 8
+_START_BYTES = 64
 
 
 # Names of dtypes in the format, such as F8_E4M3 and U32.
@@ -62,6 +64,7 @@ def read_header(path: str) -> dict[str, TensorInfo]:
         infos = {name: _info(name, entry, 8 + size) for name, entry in tensors.items()}
         _check_overlaps(infos)
     except (ValueError, KeyError, TypeError) as error:
+        refuse_pointer(_read(path, 0, _START_BYTES), path)
         raise UserError(f"{path}: not a safetensors file, or corrupt: {error}") from None
     length = file_size(path)
     if length is not None and any(info.end > length for info in infos.values()):

@@ -16,6 +16,7 @@ from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
+from lmtrain.config.encodings import refuse_pointer
 from lmtrain.config.errors import UserError
 from lmtrain.hf.sentencepiece_model import CONTROL, Pieces, build_bpe, build_unigram
 from lmtrain.hf.sentencepiece_normalizer import SPACE, build_normalizers
@@ -144,6 +145,7 @@ def convert_sentencepiece(content: bytes, name: str) -> tuple[Tokenizer, str | N
     """
     from sentencepiece import sentencepiece_model_pb2
 
+    refuse_pointer(content, f"tokenizer {name!r}")
     proto = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]  # defined at import
     try:
         proto.ParseFromString(content)

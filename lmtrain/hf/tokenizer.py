@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lmtrain.config.counts import counted
+from lmtrain.config.encodings import refuse_pointer
 from lmtrain.config.errors import UserError
 from lmtrain.config.suggest import suggest_name
 from lmtrain.hf.special_tokens import (
@@ -23,7 +24,7 @@ from lmtrain.hf.special_tokens import (
     read_settings,
 )
 from lmtrain.runtime.logging import log
-from lmtrain.runtime.storage import write_json
+from lmtrain.runtime.storage import read_range, write_json
 
 if TYPE_CHECKING:
     import tokenizers
@@ -126,6 +127,7 @@ def _load(path: str, _identity: tuple[Any, ...]) -> Tokenizer:
 
     folder = os.path.expanduser(path)
     file = os.path.join(folder, "tokenizer.json")
+    refuse_pointer(read_range(file, 0, 1024), file)
     with library_errors(f"{file}: not a tokenizer"):
         backend = tokenizers.Tokenizer.from_file(file)
     largest = max(backend.get_vocab(with_added_tokens=True).values(), default=-1)

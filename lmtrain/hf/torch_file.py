@@ -7,8 +7,11 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from lmtrain.config.encodings import refuse_pointer
 from lmtrain.config.errors import UserError
-from lmtrain.runtime.storage import is_url
+from lmtrain.runtime.storage import is_url, read_range
+
+_START_BYTES = 64
 
 
 class TorchWeights:
@@ -37,6 +40,7 @@ def _open(path: str) -> dict[str, Any]:
     """Tensors of a file, memory-mapped. Raises `UserError` without torch, or if the file has other contents."""
     if is_url(path):
         raise UserError(f"{path}: torch files can only be read from local folders; copy the folder first")
+    refuse_pointer(read_range(path, 0, _START_BYTES), path)
     try:
         import torch
     except ImportError:

@@ -29,8 +29,8 @@ def check_sources(folder: str, cached: Mapping[Any, _Source], wanted: Mapping[An
     ):
         return
     before, now = (dict.fromkeys(map(_name, sources.values())) for sources in (cached, wanted))
-    contents = [_without_time(source) for source in wanted.values()]
-    changed = [_name(source) for source in cached.values() if _without_time(source) not in contents]
+    contents = list(map(_without_time, wanted.values()))
+    changed = [_name(s) for s in cached.values() if not any(_agree(_without_time(s), other) for other in contents)]
     lines = [f"{name} is in the cache, but no source of this config" for name in before if name not in now]
     lines += [f"{name} has changed since it was cached" for name in changed if name in now]
     if complete:
@@ -55,6 +55,11 @@ def _content(source: _Source) -> dict[str, Any]:
 
 def _without_time(source: _Source) -> dict[str, Any]:
     return {**source, "modified": None}
+
+
+def _agree(cached: _Source, wanted: _Source) -> bool:
+    """Whether all is equal that is known of both."""
+    return all(cached[name] == wanted[name] for name in cached.keys() & wanted.keys())
 
 
 def _name(source: _Source) -> str:

@@ -133,6 +133,7 @@ class CheckJob:
             self.source,
             record_reader(self.config, tokenizer.vocab_size, self.template),
             skip_bad=self.config.on_bad_record == "skip",
+            max_document_bytes=self.config.max_document_bytes,
         )
         for number, document in reader:
             yield reader.place(number), document, reader.position

@@ -1,18 +1,19 @@
 """Reader of the documents of a source, one by one."""
 
+import bz2
 import functools
+import gzip
 import io
 import lzma
 import zlib
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import IO, Any
-
-from fsspec.compression import compr
 
 from lmtrain.config.errors import UserError
 from lmtrain.config.remote import remote_errors
-from lmtrain.preprocess.formats import READERS, UnreadableError
+from lmtrain.preprocess.formats import READERS, RecordLimit, UnreadableError
 from lmtrain.preprocess.hf_dataset import DatasetRows, DatasetShard
+from lmtrain.preprocess.input_files import format_of
 from lmtrain.preprocess.records import (
     AnswerPair,
     BadRecordError,
@@ -25,11 +26,12 @@ from lmtrain.preprocess.records import (
     is_conversation,
     read_document,
 )
-from lmtrain.preprocess.sources import AnySource, Source, describe_source, format_of, open_source
+from lmtrain.preprocess.sources import AnySource, Source, describe_source, open_source
 from lmtrain.runtime.storage import is_url
 
 _BAD_RECORDS_SHOWN = 10
 _CHUNK_BYTES = 1 << 22
+_LONG_WINDOW = "Frame requires too much memory"
 
 
 def read_texts(url: str, text_key: str) -> Iterator[str]:
@@ -50,13 +52,20 @@ class DocumentReader:
     """Iterates over (number, document) of a source. `position` is the number of its bytes read so far.
 
     A record that cannot be read raises a `UserError` with its location. With `skip_bad` it is counted in `skipped`
-    instead, and the first few are described in `bad_records`. A corrupt file is always an error.
+    instead, and the first few are described in `bad_records`. A corrupt file is always an error. `max_document_bytes`
+    is the setting, from which the maximum size of a record follows.
 
     Pairs of equal answers are left out. It is an error, at the end, if all pairs are, or if most documents have an
     answer that starts with its prompt: then the prompt is in the answers, too, and would be learned.
     """
 
-    def __init__(self, source: AnySource, reader: RecordReader, skip_bad: bool = False):
+    def __init__(
+        self,
+        source: AnySource,
+        reader: RecordReader,
+        skip_bad: bool = False,
+        max_document_bytes: int | None = None,
+    ):
         self.skipped = 0
         self.bad_records: list[str] = []
         self._read = 0
@@ -65,6 +74,7 @@ class DocumentReader:
         self._source = source
         self._reader = reader
         self._skip_bad = skip_bad
+        self._limit = RecordLimit(max_document_bytes)
         self._rows = DatasetRows(source) if isinstance(source, DatasetShard) else None
         self._raw: IO[Any] | None = None
 
@@ -149,14 +159,20 @@ class DocumentReader:
             raw = open_source(url)
         with raw:
             self._raw = raw
-            lines = raw if self._source.start is None else _lines_of_part(raw, self._start, self._source.bytes)
             try:
-                for number, record in READERS[extension](_decompress(lines, compression), self._reader):
+                file = raw if self._source.start is None else _Part(raw, self._start, self._source.bytes)
+                if compression and not self._source.bytes:
+                    raise EOFError(f"empty, which no {compression} file is")
+                for number, record in READERS[extension](_decompress(file, compression), self._reader, self._limit):
                     yield number, record  # `number` is used in the errors below
             except UnreadableError as error:
                 place = label if error.number is None else self.place(error.number)
                 raise UserError(f"{place}: {error}") from None
             except (EOFError, zlib.error, lzma.LZMAError, OSError) as error:
+                if _LONG_WINDOW in str(error):
+                    raise UserError(
+                        f"{label}: compressed with --long: run `zstd -d --long=31 < OLD | zstd > NEW`"
+                    ) from None
                 raise UserError(f"{label}: corrupt after line {number}: {error}") from None
             except Exception as error:
                 with remote_errors(url, "read"):  # remote file systems raise their own error classes
@@ -164,19 +180,63 @@ class DocumentReader:
                 raise
 
 
-def _lines_of_part(raw: IO[Any], start: int, size: int) -> Any:
-    """Lines that start within the `size` bytes from `start`."""
-    if start:
-        raw.seek(start - 1)
-        raw.readline()
-    while raw.tell() < start + size and (line := raw.readline()):
-        yield line
+class _Part:
+    """The lines of a file that start within the `size` bytes from `start`."""
+
+    def __init__(self, raw: IO[Any], start: int, size: int):
+        self._raw = raw
+        self._end = start + size
+        self._inside = False  # whether a line has been read in part
+        if start:
+            raw.seek(start - 1)
+            while (line := raw.readline(_CHUNK_BYTES)) and not line.endswith(b"\n"):
+                pass
+
+    def readline(self, size: int) -> bytes:
+        if not self._inside and self._raw.tell() >= self._end:
+            return b""
+        line: bytes = self._raw.readline(size)
+        self._inside = not line.endswith(b"\n")
+        return line
+
+
+class _Streams(io.RawIOBase):
+    """The content of compressed streams that follow one another, with zero bytes between and after them.
+
+    The readers of bz2 and lzma take a second stream that is damaged for the end of the file.
+    """
+
+    def __init__(self, raw: IO[bytes], new: Callable[[], Any]):
+        self._raw, self._new, self._decoder = raw, new, new()
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while True:
+            data = b""
+            if self._decoder.eof:
+                data = self._decoder.unused_data.lstrip(b"\0")
+                while not data:
+                    if not (chunk := self._raw.read(_CHUNK_BYTES)):
+                        return 0
+                    data = chunk.lstrip(b"\0")
+                self._decoder = self._new()
+            elif self._decoder.needs_input and not (data := self._raw.read(_CHUNK_BYTES)):
+                raise EOFError("the compressed data is truncated")
+            if content := self._decoder.decompress(data, len(buffer)):
+                buffer[: len(content)] = content
+                return len(content)
 
 
 def _decompress(raw: Any, compression: str | None) -> Any:
-    """A binary stream to read lines from. Truncated streams raise an error at their end."""
+    """A binary stream to read lines from. Streams that are truncated, or followed by other bytes, raise an error."""
     if compression == "zstd":  # that of fsspec does not notice the end of a truncated one
         import pyarrow
 
         return io.BufferedReader(pyarrow.CompressedInputStream(raw, "zstd"))
-    return compr[compression](raw, mode="rb") if compression else raw
+    if compression == "gzip":
+        return gzip.GzipFile(fileobj=raw)
+    if compression is None:
+        return raw
+    return io.BufferedReader(_Streams(raw, {"bz2": bz2.BZ2Decompressor, "xz": lzma.LZMADecompressor}[compression]))

@@ -3,6 +3,7 @@
 import functools
 import hashlib
 import math
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,10 @@ _SHARD_BYTES = 256_000_000
 
 @dataclass(frozen=True)
 class DatasetShard:
-    """Part `index` of `count` of one split. `bytes` is its share of the size of the split, 0 for a stream (unknown)."""
+    """Part `index` of `count` of one split. `bytes` is its share of the size of the split, 0 for a stream (unknown).
+
+    Of a dataset in a local folder, `files` is a hash of the names and sizes of its files, `modified` of their times.
+    """
 
     url: str
     bytes: int
@@ -29,6 +33,8 @@ class DatasetShard:
     stream: bool
     index: int
     count: int
+    files: str | None = None
+    modified: str | None = None
 
     @property
     def label(self) -> str:
@@ -57,6 +63,7 @@ def list_dataset_shards(config: SourceConfig, split: str) -> list[DatasetShard]:
         size = dataset.data.nbytes
         count = min(max(1, math.ceil(size / _SHARD_BYTES)), max(1, len(dataset)))
         digest = _digest(label, len(dataset), size, dataset[:1], dataset[-1:] if len(dataset) else None)
+    files, modified = folder_state(config.id)
     return [
         DatasetShard(
             url=label if count == 1 else f"{label} {index + 1}/{count}",
@@ -68,9 +75,22 @@ def list_dataset_shards(config: SourceConfig, split: str) -> list[DatasetShard]:
             stream=config.stream,
             index=index,
             count=count,
+            files=files,
+            modified=modified,
         )
         for index in range(count)
     ]
+
+
+def folder_state(id: str) -> tuple[str | None, str | None]:
+    """Hashes of the names and sizes, and of the times of the files of a dataset; None if it is no local folder."""
+    if not os.path.isdir(id):
+        return None, None
+    paths = [os.path.join(place, name) for place, _, names in os.walk(id) for name in names]
+    shown = sorted(path for path in paths if "/." not in path[len(id) :] and os.path.exists(path))
+    states = [os.stat(path) for path in shown]
+    names = [os.path.relpath(path, id) for path in shown]
+    return _digest(names, [state.st_size for state in states]), _digest([state.st_mtime_ns for state in states])
 
 
 class DatasetRows:

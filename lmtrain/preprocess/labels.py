@@ -30,6 +30,11 @@ def _first_has_labels(source: AnySource, config: DataConfig, vocab_size: int) ->
     from lmtrain.preprocess.record_reader import record_reader
     from lmtrain.preprocess.records import TokenizedText
 
-    reader = DocumentReader(source, record_reader(config, vocab_size), skip_bad=config.on_bad_record == "skip")
+    reader = DocumentReader(
+        source,
+        record_reader(config, vocab_size),
+        skip_bad=config.on_bad_record == "skip",
+        max_document_bytes=config.max_document_bytes,
+    )
     _, first = next(iter(reader), (0, None))
     return isinstance(first, TokenizedText) and first.targets is not None

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from lmtrain.config.errors import UserError
 from lmtrain.preprocess.documents import read_texts
-from lmtrain.preprocess.sources import expand_urls
+from lmtrain.preprocess.input_files import expand_urls
 from lmtrain.runtime.atomic_files import write_atomically
 from lmtrain.runtime.storage import is_url
 

@@ -3,8 +3,10 @@ program that called lmtrain, whose main code need not be guarded by `if __name__
 """
 
 import ctypes
+import errno
 import multiprocessing
 import os
+import resource
 import signal
 import sys
 import threading
@@ -40,8 +42,28 @@ def run_locally(
 ) -> Iterator[tuple[int, Any]]:
     """Run all jobs, yielding (number of the job, result) when one is finished, in any order.
 
-    With fewer jobs than cores, the tokenizer uses threads; processes times threads never exceed the cores.
+    With fewer jobs than cores, the tokenizer uses threads; processes times threads never exceed the cores. Raises
+    `UserError` if processes die, memory is exhausted, or the limit of open files is reached.
     """
+    try:
+        yield from _run_jobs(jobs, on_counts, stopped, max_workers, background)
+    except OSError as error:
+        if error.errno not in (errno.EMFILE, errno.ENFILE):
+            raise
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        raise UserError(
+            f"too many open files for the tokenizer processes: the limit is {limit:,}; raise it with `ulimit -n 4096`, "
+            "or set a smaller data.num_preprocess_workers; finished shards are kept"
+        ) from None
+
+
+def _run_jobs(
+    jobs: Sequence[Job],
+    on_counts: Callable[[np.ndarray], None],
+    stopped: Callable[[], bool],
+    max_workers: int | None,
+    background: bool,
+) -> Iterator[tuple[int, Any]]:
     cores = max_workers or usable_cores()
     workers = min(cores, len(jobs))
     context = multiprocessing.get_context("spawn")

@@ -106,6 +106,7 @@ def _documents_of(source: AnySource, config: DataConfig, tokenizer: Tokenizer) -
         source,
         record_reader(config, tokenizer.vocab_size, chat_template_of(config)),
         skip_bad=config.on_bad_record == "skip",
+        max_document_bytes=config.max_document_bytes,
     )
     split_long = tokenizer.library is not None and can_split(tokenizer.library)
     for number, document in reader:

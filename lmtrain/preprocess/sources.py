@@ -1,26 +1,27 @@
-"""Sources of a split: files, expanded from braces and globs, or the shards of a Hugging Face dataset."""
+"""Sources of a split: files, or the shards of a Hugging Face dataset; and what identifies their contents."""
 
+import functools
 import hashlib
+import io
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import IO, Any
 
-from braceexpand import braceexpand
-
+from lmtrain.config.encodings import binary_name, lfs_pointer, web_page
 from lmtrain.config.errors import UserError
 from lmtrain.config.redact import find_masked, redact
-from lmtrain.config.remote import is_missing, open_fs, remote_errors, without_query
+from lmtrain.config.remote import open_fs, remote_errors
 from lmtrain.data.config import DataConfig
 from lmtrain.data.formats import TokensFormat
+from lmtrain.data.sampled import sample_checksum
 from lmtrain.hf.tokenizer import Tokenizer
-from lmtrain.preprocess.formats import READERS
 from lmtrain.preprocess.hf_dataset import DatasetShard, dataset_splits, list_dataset_shards
+from lmtrain.preprocess.input_files import FilesMissingError, expand_urls, format_of
 from lmtrain.preprocess.token_sources import (
-    EXTENSIONS,
     TokenSource,
     find_layout,
     find_shards,
@@ -28,12 +29,15 @@ from lmtrain.preprocess.token_sources import (
     is_in_place,
     warn_of_settings,
 )
-from lmtrain.runtime.storage import is_url
+from lmtrain.runtime.logging import log
+from lmtrain.runtime.storage import is_url, read_range
 
-COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd", ".zstd": "zstd"}
-_UNCOMPRESSED = (".parquet", ".arrow")
 _SAMPLE_BYTES = 4096
+_READ_BYTES = 1 << 22
+# What stores call the checksum, version or time of a file, the best first.
+_VERSIONS = ("md5Hash", "crc32c", "Content-MD5", "Digest", "ETag", "LastModified", "Last-Modified", "mtime", "created")
 _THREADS = 32
+_SHOWN = 3
 
 # Formats that can be read in parts: a line belongs to the part in which it starts.
 _BY_LINES = (".jsonl", ".txt")
@@ -43,13 +47,15 @@ _BY_LINES = (".jsonl", ".txt")
 class Source:
     """One input file, or its part from byte `start`; `bytes` is the size of the part.
 
-    `fingerprint` covers the file's size and its first and last 4 KB: enough to notice a change.
+    `fingerprint` covers the file's size and its first and last 4 KB. `modified` is the time of its last change in ns,
+    or the version of a file at a URL; None if it is unknown.
     """
 
     url: str
     bytes: int
     fingerprint: str
     start: int | None = None
+    modified: int | str | None = None
 
     @property
     def label(self) -> str:
@@ -64,6 +70,47 @@ AnySource = Source | DatasetShard | TokenSource
 def as_recorded(source: AnySource) -> dict[str, Any]:
     """A source as in manifests: without secrets in its URL, so that a renewed signature does not change it."""
     return source.recorded if isinstance(source, TokenSource) else redact(asdict(source))
+
+
+def as_recorded_in(source: AnySource, cached: Mapping[str, Any] | None) -> dict[str, Any]:
+    """A source as it would be recorded in the place of `cached`: equal but for its folder if its content is the same.
+
+    A file that was changed since, or is another one, is read: completely if it is local and has the same path, else
+    parts of it. Sources in caches of earlier versions have neither times nor checksums, which are not compared then.
+    """
+    recorded = as_recorded(source)
+    if cached is not None and isinstance(source, DatasetShard):
+        same_time = {"modified": cached["modified"]} if "modified" in cached else {}
+        return {name: value for name, value in recorded.items() if name in cached} | same_time
+    if not isinstance(source, Source) or cached is None:
+        return recorded
+    known = {name: value for name, value in recorded.items() if name not in ("url", "modified")}
+    if any(cached.get(name) != value for name, value in known.items()):
+        return recorded
+    is_same = recorded["url"] == cached["url"]
+    names = [name for name in ("sample", "sha256") if name in cached and (is_same or name == "sample")]
+    if names and (not is_same or cached.get("modified") != source.modified):
+        if is_same and not source.start:  # once for each file
+            log.info(f"{source.label}: modified since it was cached, comparing its content")
+        checksums = source_checksums(source, is_same)
+        if any(cached[name] != checksums[name] for name in names if name in checksums):
+            return recorded
+    return {**cached, "url": recorded["url"]}
+
+
+@functools.cache
+def source_checksums(source: Source, complete: bool = True) -> dict[str, str]:
+    """The checksum `sample` of parts of a file, and the one `sha256` of all bytes of a local source if `complete`."""
+    read = partial(read_range, source.url)
+    with remote_errors(source.url, "read"):
+        size = source.bytes if source.start is None else source.start + source.bytes
+        checksums = {"sample": sample_checksum(size, read)[:16]}
+        if not complete or is_url(source.url):
+            return checksums
+        digest, start = hashlib.sha256(), source.start or 0
+        for begin in range(start, size, _READ_BYTES):
+            digest.update(read(begin, min(begin + _READ_BYTES, size)))
+    return checksums | {"sha256": digest.hexdigest()}
 
 
 def list_sources(config: DataConfig, split: str, tokenizer: Tokenizer) -> list[AnySource]:
@@ -90,7 +137,20 @@ def list_sources(config: DataConfig, split: str, tokenizer: Tokenizer) -> list[A
     sources = list(chain.from_iterable(parts))
     if isinstance(config.format, TokensFormat):
         warn_of_settings(config, sources)
+    _warn_of_copies(sources)
     return sources
+
+
+def _warn_of_copies(sources: Sequence[AnySource]) -> None:
+    """Warn of files that are probably copies, which would be read twice."""
+    by_content: dict[str, list[str]] = {}
+    for source in sources:
+        if isinstance(source, Source) and source.bytes and not source.start:
+            by_content.setdefault(source.fingerprint, []).append(redact(source.url))
+    copies = [" = ".join(urls) for urls in by_content.values() if len(urls) > 1]
+    if copies:
+        more = f" and {len(copies) - _SHOWN} more" if len(copies) > _SHOWN else ""
+        log.warning(f"same size, start and end, all are read: {', '.join(copies[:_SHOWN])}{more}")
 
 
 def _describe(config: DataConfig, tokenizer: Tokenizer, url: str) -> Sequence[AnySource]:
@@ -129,114 +189,60 @@ def has_text(config: DataConfig, split: str) -> bool:
     return bool(config.urls(split))
 
 
-def expand_urls(urls: list[str], of_tokens: bool = False) -> list[str]:
-    """Expand braces, then globs, in the order written. Raises `UserError` with all URLs that match nothing.
-
-    `of_tokens`: they may also be files of token ids, and folders of token caches.
-    """
-    files: list[str] = []
-    missing: list[str] = []
-    for url in urls:
-        try:
-            names = list(braceexpand(os.path.expanduser(url)))
-        except ValueError:  # UnbalancedBracesError, which the package does not export to type checkers
-            raise UserError(f"{url}: unbalanced braces") from None
-        for name in names:
-            matches = [name] if of_tokens and is_cache(name) else _matches(name)
-            files.extend(matches)
-            if not matches:
-                missing.append(name)
-    folders = [name for name in missing if os.path.isdir(name)]
-    if folders:
-        name = folders[0].rstrip("/")
-        raise UserError(f"{folders[0]}: is a folder; set the files in it, such as '{name}/*.jsonl'")
-    if missing:
-        raise FilesMissingError("no such file: " + ", ".join(map(_with_similar, missing)))
-    by_file: dict[str, list[str]] = {}
-    for name in files:
-        by_file.setdefault(name if is_url(name) else os.path.realpath(name), []).append(name)
-    repeated = sorted(" = ".join(dict.fromkeys(names)) for names in by_file.values() if len(names) > 1)
-    if repeated:
-        raise UserError("listed more than once: " + ", ".join(repeated))
-    for name in files:
-        if not of_tokens or not (is_in_place(name) or is_cache(name)):
-            format_of(name)
-    return files
-
-
-class FilesMissingError(UserError):
-    """Input files that are missing, or whose secrets are; a finished cache does not need them."""
-
-
-def _with_similar(name: str) -> str:
-    """A missing file, with the one that may be meant: Megatron-LM names its files without extension."""
-    return f"{name} (but there is {name}.bin)" if not is_url(name) and os.path.isfile(f"{name}.bin") else name
-
-
-def _matches(name: str) -> list[str]:
-    if not is_url(name) and os.path.isfile(name):
-        return [name]
-    with remote_errors(name, "read"):
-        fs, path = open_fs(name)
-        try:  # first, since a file name may contain glob characters; not `isfile`, which hides that access is denied
-            if fs.info(path)["type"] == "file":
-                return [name]
-        except FileNotFoundError as error:
-            if not is_missing(error):
-                raise
-        if not any(sign in without_query(path) for sign in "*?["):
-            return []
-        try:
-            matches = [entry for entry, info in fs.glob(path, detail=True).items() if info["type"] == "file"]
-        except FileNotFoundError:  # the bucket
-            return []
-        return sorted(fs.unstrip_protocol(match) if is_url(name) else match for match in matches)
-
-
 def open_source(url: str) -> IO[Any]:
     """A file, to read its bytes."""
     if not is_url(url):
         return open(url, "rb")
     fs, path = open_fs(url)
-    opened: IO[Any] = fs.open(path, "rb")
-    return opened
+    return io.BufferedReader(fs.open(path, "rb"))  # since fsspec's files read a line of any length
 
 
 def describe_source(url: str) -> Source:
-    """Size and fingerprint of one file, from its first and last bytes."""
+    """Size and fingerprint of one file, from its first and last bytes. Raises `UserError` if it is another file."""
     with remote_errors(url, "read"):
-        if is_url(url):
-            fs, path = open_fs(url)
-            size = fs.info(path)["size"]
-        else:
-            size = os.path.getsize(url)
+        size, modified = _size_and_version(url)
         if size is None:
             raise UserError(
                 f"{url}: the server does not report the file size; download the file and use the local path"
             )
         digest = hashlib.sha256(str(size).encode())
         with open_source(url) as file:
-            digest.update(file.read(_SAMPLE_BYTES))
+            digest.update(start := file.read(_SAMPLE_BYTES))
             file.seek(max(0, size - _SAMPLE_BYTES))
             digest.update(file.read(_SAMPLE_BYTES))
-    return Source(url, int(size), digest.hexdigest()[:16])
+    if (reason := _no_data(url, start)) is not None:
+        raise reason
+    return Source(url, size, digest.hexdigest()[:16], modified=modified)
 
 
-def format_of(url: str) -> tuple[str, str | None]:
-    """Extension and compression of an input file. Raises `UserError` for an unsupported format."""
-    stem, extension = os.path.splitext(without_query(url))
-    if extension not in READERS and extension not in COMPRESSIONS:
-        stem, extension = os.path.splitext(url)  # such as download?file=a.jsonl
-    compression = COMPRESSIONS.get(extension)
-    if compression:
-        extension = os.path.splitext(stem)[1]
-    if extension not in READERS or (compression and extension in _UNCOMPRESSED):
-        readable = f"{' '.join(READERS)}, and all but {' '.join(_UNCOMPRESSED)} with {' '.join(COMPRESSIONS)} after it"
-        if extension == ".idx":
-            raise UserError(f"{url}: an index; set the .bin next to it, with data.format: {{type: tokens}}")
-        advice = f"; for files of token ids ({' '.join(EXTENSIONS)}) set data.format: {{type: tokens}}"
-        raise UserError(
-            f"{without_query(url)}: unsupported format (supported: {readable}"
-            f"{advice if extension in EXTENSIONS else ''})"
-        )
-    return extension, compression
+def _size_and_version(url: str) -> tuple[int | None, int | str | None]:
+    if not is_url(url):
+        status = os.stat(url)
+        return status.st_size, status.st_mtime_ns
+    fs, path = open_fs(url)
+    info = fs.info(path)
+    version = next((f"{name} {info[name]}" for name in _VERSIONS if info.get(name)), None)
+    return (None if info["size"] is None else int(info["size"])), version
+
+
+def version_of(source: AnySource) -> int | str | None:
+    """The present value of `Source.modified`; None of other sources."""
+    if not isinstance(source, Source):
+        return None
+    with remote_errors(source.url, "read"):
+        return _size_and_version(source.url)[1]
+
+
+def _no_data(url: str, start: bytes) -> UserError | None:
+    """The error of a file whose first bytes show that it is another one than its name says."""
+    if reason := lfs_pointer(start):
+        return FilesMissingError(f"{url}: {reason}")
+    extension, compression = format_of(url)
+    if extension == ".txt" and compression is None:  # whose text may be HTML
+        reason = None
+    else:
+        reason = web_page(start)
+    named = binary_name(start)
+    if extension in (".jsonl", ".json", ".txt") and compression is None and named is not None:
+        reason = f"its content is that of a {named}; rename it if its format is supported"
+    return UserError(f"{url}: {reason}") if reason else None

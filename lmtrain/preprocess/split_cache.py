@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from lmtrain.config.counts import counted
+from lmtrain.config.encodings import require_utf8_name
 from lmtrain.config.errors import UserError
 from lmtrain.config.redact import redact
 from lmtrain.config.remote import remote_errors
@@ -30,9 +31,17 @@ from lmtrain.hf.find_tokenizer import open_tokenizer
 from lmtrain.hf.tokenizer import Tokenizer
 from lmtrain.preprocess.cache_match import check_recipe, check_sources, is_touched
 from lmtrain.preprocess.dropped import Dropped
+from lmtrain.preprocess.hf_dataset import folder_state
+from lmtrain.preprocess.input_files import FilesMissingError
 from lmtrain.preprocess.labels import has_labels
 from lmtrain.preprocess.recipe import chat_template_of, check_special_tokens, recipe_of, token_dtype
-from lmtrain.preprocess.sources import AnySource, FilesMissingError, as_recorded, describe_urls, list_sources
+from lmtrain.preprocess.sources import (
+    AnySource,
+    as_recorded,
+    as_recorded_in,
+    describe_urls,
+    list_sources,
+)
 from lmtrain.preprocess.token_sources import TokenSource
 from lmtrain.runtime.atomic_files import remove_temporaries
 from lmtrain.runtime.lock import FileLock
@@ -141,8 +150,10 @@ class SplitCache(Cache):
                     markers[name] = marker
         for recipe, _ in markers.values():
             check_recipe(self.folder, recipe, self.recipe)
-        expected = {f"{job.name}.json": self.sources[number] for number, job in self.jobs.items()}
-        check_sources(self.folder, {name: info.source for name, (_, info) in markers.items()}, expected, complete=False)
+        cached = {name: info.source for name, (_, info) in markers.items()}
+        names = {f"{job.name}.json": job.source for job in self.jobs.values()}
+        expected = {name: as_recorded_in(source, cached.get(name)) for name, source in names.items()}
+        check_sources(self.folder, cached, expected, complete=False)
         for name, index in missing.items():
             if name in markers:
                 info = markers[name][1]
@@ -185,6 +196,7 @@ class SplitCache(Cache):
 
 def make_folder(folder: str) -> None:
     """Create a folder of `data.cache_dir`. Raises `UserError` if it cannot be created or is not writable."""
+    require_utf8_name(folder, "choose another data.cache_dir")
     if is_url(folder):
         check_writable(folder)
         return
@@ -270,6 +282,7 @@ def _with_sources(
     """
     same_urls = finished.urls == describe_urls(config, split)
     if config.id is not None and same_urls:
+        _check_dataset(folder, config.id, finished)
         return finished  # a dataset is not downloaded again just to check for changes
     try:
         sources = list_sources(config, split, tokenizer)
@@ -279,9 +292,43 @@ def _with_sources(
         log.info(f"{folder}: using the finished cache, although its source files are unavailable ({error})")
         return finished
     cached = dict(enumerate(shard.source for shard in finished.shards))
-    check_sources(folder, cached, dict(enumerate(map(as_recorded, sources))), complete=True)
+    expected = {number: as_recorded_in(source, cached.get(number)) for number, source in enumerate(sources)}
+    check_sources(folder, cached, expected, complete=True)
     pairs = zip(sources, finished.shards, strict=True)
-    return replace(finished, shards=[s.info if isinstance(s, TokenSource) else shard for s, shard in pairs])
+    found = replace(finished, shards=[s.info if isinstance(s, TokenSource) else shard for s, shard in pairs])
+    return _with_times(folder, found, sources)
+
+
+def _check_dataset(folder: str, id: str, finished: CacheManifest) -> None:
+    """Raise `UserError` if the files of a dataset in a local folder are others, and warn if they are only newer."""
+    source = finished.shards[0].source
+    files, modified = folder_state(id)
+    if files is None or source.get("files") is None or (source["files"], source["modified"]) == (files, modified):
+        return
+    advice = "choose another data.cache_dir, or delete this folder to build it again"
+    if source["files"] != files:
+        raise UserError(f"{folder}: the files of data.id {id} have changed since they were cached; {advice}")
+    log.warning(f"{folder}: files of data.id {id} were modified since they were cached; if their rows differ, {advice}")
+
+
+def _with_times(folder: str, finished: CacheManifest, sources: Sequence[AnySource]) -> CacheManifest:
+    """The cache with the present times of files whose contents were compared, written so that this is not repeated."""
+    shards = []
+    for source, shard in zip(sources, finished.shards, strict=True):
+        recorded = as_recorded(source)
+        is_newer = shard.source["url"] == recorded["url"] and "sample" in shard.source
+        present = {"modified": recorded["modified"]} if is_newer else {}
+        shards.append(replace(shard, source={**shard.source, **present}))
+    if shards == finished.shards:
+        return finished
+    present_times = replace(finished, shards=shards)
+    lock = None if is_url(folder) else FileLock(os.path.join(folder, ".building"))
+    with contextlib.suppress(OSError, UserError):  # of a cache that is only read
+        if lock is None or lock.acquire():  # else another process of the run writes it
+            save_manifest(folder, present_times)
+    if lock is not None:
+        lock.release()
+    return present_times
 
 
 def _read_marker(path: str) -> tuple[dict[str, Any], ShardInfo] | None:

@@ -23,7 +23,7 @@ from lmtrain.preprocess.long_documents import can_split, split_document
 from lmtrain.preprocess.recipe import token_dtype
 from lmtrain.preprocess.record_reader import record_reader
 from lmtrain.preprocess.records import Document, texts_of
-from lmtrain.preprocess.sources import AnySource, as_recorded
+from lmtrain.preprocess.sources import AnySource, Source, as_recorded, source_checksums, version_of
 from lmtrain.preprocess.tokenize import TokenBatch, tokenize
 from lmtrain.runtime.atomic_files import file_sha256
 from lmtrain.runtime.storage import file_size, is_url, upload, write_json
@@ -97,8 +97,10 @@ def build_shard(job: ShardJob, report: Report = lambda *_: None) -> ShardInfo:
         job.source,
         record_reader(job.config, tokenizer.vocab_size, job.template, labelled),
         skip_bad=job.config.on_bad_record == "skip",
+        max_document_bytes=job.config.max_document_bytes,
     )
     counts = dict.fromkeys(_WARNINGS, 0)
+    version = version_of(job.source)
     with _published(file) as temporary:
         with _written(temporary) as writer:
             blocks = _BlockWriter(writer, token_dtype(tokenizer.vocab_size), labelled)
@@ -116,16 +118,14 @@ def build_shard(job: ShardJob, report: Report = lambda *_: None) -> ShardInfo:
                 position = reader.position
             _check_bad_share(reader, number, job)
             blocks.finish()
+        checksums = source_checksums(job.source) if isinstance(job.source, Source) else {}
+        if version_of(job.source) != version:
+            raise UserError(f"{job.source.label}: modified while it was read; run the same command again")
         info = ShardInfo(
             file=f"{job.name}.arrayrecord",
-            source=as_recorded(job.source),
+            source=as_recorded(job.source) | checksums,
             targets=blocks.targets,
-            warnings=[
-                f"{job.source.label}: {_WARNINGS[name].format(f'{count:,} of {blocks.documents:,} documents')}"
-                for name, count in counts.items()
-                if count
-            ]
-            + reader.warnings,
+            warnings=_warnings(job, number + reader.skipped, counts, blocks.documents) + reader.warnings,
             bytes=os.path.getsize(temporary),
             sha256=file_sha256(temporary),
             tokens=blocks.tokens,
@@ -138,6 +138,14 @@ def build_shard(job: ShardJob, report: Report = lambda *_: None) -> ShardInfo:
     with _naming(f"{job.path}.json"):
         write_json(f"{job.path}.json", {"recipe": job.recipe, "shard": info.described})
     return info
+
+
+def _warnings(job: ShardJob, records: int, counts: dict[str, int], documents: int) -> list[str]:
+    label = job.source.label
+    is_part = isinstance(job.source, Source) and job.source.start is not None  # maybe the middle of a long line
+    empty = [] if records or is_part else [f"{label}: no documents"]
+    found = {_WARNINGS[name]: f"{count:,} of {documents:,} documents" for name, count in counts.items() if count}
+    return empty + [f"{label}: {warning.format(number)}" for warning, number in found.items()]
 
 
 def _kept(job: ShardJob, first: int, count: int) -> np.ndarray:

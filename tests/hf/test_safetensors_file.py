@@ -164,7 +164,7 @@ CORRUPT = {
     "more elements than bytes": entry(shape=[3]),
     "fewer elements than bytes": entry(shape=[1]),
     "an end before the start": entry(data_offsets=[8, 0]),
-    "text": b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n",
+    "text": b"this is some text and no file of tensors",
     "zip": b"PK\x03\x04" + bytes(60),
 }
 

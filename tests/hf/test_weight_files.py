@@ -11,6 +11,8 @@ from hf.conftest import to_torch
 from safetensors.numpy import save
 
 from lmtrain.config.errors import UserError
+from lmtrain.hf.find_tokenizer import find_tokenizer
+from lmtrain.hf.tokenizer import load_tokenizer
 from lmtrain.hf.weight_files import locate, open_weights, read_model_config, read_model_json
 from lmtrain.runtime.storage import is_url, join, open_fs, write_bytes
 
@@ -248,3 +250,19 @@ def test_a_missing_folder_is_an_error_and_also_one_that_is_no_hub_id(ref, reason
     assert ref in str(error.value).splitlines()[0]
     if reason != "no such folder":
         assert str(error.value).endswith(f"there is no local folder {ref} either")
+
+
+@pytest.mark.parametrize(
+    ("name", "load"),
+    [
+        ("model.safetensors", open_weights),
+        ("pytorch_model.bin", open_weights),
+        ("config.json", read_model_config),
+        ("tokenizer.json", load_tokenizer),
+        ("tokenizer.model", lambda folder: find_tokenizer(f"{folder}/tokenizer.model")),
+    ],
+)
+def test_a_pointer_of_git_lfs_is_named_with_the_command_that_downloads_the_file(tmp_path, name, load):
+    (tmp_path / name).write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 17082660\n")
+    with pytest.raises(UserError, match=rf"{name}.*a pointer of Git LFS.*git lfs pull"):
+        load(str(tmp_path))

@@ -1,6 +1,7 @@
 """Builds of one split's cache: from files of each format, resumed, and stopped by bad records."""
 
 import json
+import os
 import shutil
 
 import numpy as np
@@ -45,7 +46,7 @@ def test_only_missing_shards_are_built_and_a_finished_cache_is_not_modified(cach
 
 
 def test_a_bad_line_is_named_and_the_build_resumes_after_a_fix(work, finished):
-    good = (work / "c.jsonl").read_text()
+    good, before = (work / "c.jsonl").read_text(), (work / "c.jsonl").stat()
     (work / "c.jsonl").write_text(good + "not json\n")
     folder = work / "cache" / "train"
     with pytest.raises(UserError, match=r"^c\.jsonl:41: not JSON"):
@@ -53,6 +54,7 @@ def test_a_bad_line_is_named_and_the_build_resumes_after_a_fix(work, finished):
     assert not (folder / "manifest.json").exists()
     assert not (folder / "shard-00002-of-00003.json").exists()
     (work / "c.jsonl").write_text(good)
+    os.utime(work / "c.jsonl", ns=(before.st_atime_ns, before.st_mtime_ns))  # which the manifest has
     build_cache(config(), "train")
     assert contents(folder) == contents(finished)
 
@@ -110,7 +112,7 @@ def test_every_format_and_compression_gives_the_same_tokens(work, finished):
     assert [shard.sha256 for shard in manifest.shards] == [shard.sha256 for shard in whole.shards]
 
 
-def test_a_finished_cache_of_a_dataset_is_used_without_opening_the_dataset(work):
+def test_a_finished_cache_of_a_dataset_is_used_without_opening_the_dataset(work, caplog):
     (work / "data").mkdir()
     for name in NAMES:
         shutil.copyfile(work / name, work / "data" / f"train-{name}")
@@ -119,6 +121,14 @@ def test_a_finished_cache_of_a_dataset_is_used_without_opening_the_dataset(work)
     whole = load_manifest("cache/train")
     assert built == whole
     assert [shard.documents for shard in built.shards] == [300, 3, 40]
+    assert build_cache(config(**settings), "train") == built
+    assert "modified since they were cached" not in caplog.text
+    os.utime(work / "data" / "train-b.jsonl", ns=(5, 5))
+    assert build_cache(config(**settings), "train") == built
+    assert "modified since they were cached" in caplog.text
+    (work / "data" / "train-b.jsonl").write_text(lines("other"))
+    with pytest.raises(UserError, match=r"the files of data\.id .* have changed since they were cached"):
+        build_cache(config(**settings), "train")
     shutil.rmtree(work / "data")
     assert build_cache(config(**settings), "train") == built
     with pytest.raises(UserError, match="not found locally"):

@@ -5,6 +5,7 @@ import gzip
 import json
 import lzma
 import re
+import struct
 
 import pytest
 import zstandard
@@ -52,6 +53,39 @@ def test_a_corrupt_compressed_file_is_named_with_the_last_valid_line(write, kind
         texts_of(write(f"a.jsonl.{kind}", content))
     if (kind, damage) == ("gz", "truncated"):
         assert re.search(r"a\.jsonl\.gz: corrupt after line [1-9]", str(caught.value))
+
+
+@pytest.mark.parametrize("kind", COMPRESS)
+@pytest.mark.parametrize("damage", ["garbage", "damaged stream", "truncated stream", "part of a header", "empty"])
+def test_what_follows_a_compressed_stream_is_read_or_an_error(write, kind, damage):
+    one = COMPRESS[kind](LINES)
+    behind = {
+        "garbage": b"garbage behind",
+        "damaged stream": bytes(byte ^ 0x55 for byte in one[:4]) + one[4:],
+        "truncated stream": one[:-1],
+        "part of a header": one[:3],
+    }
+    content = b"" if damage == "empty" else one * 2 + behind[damage]
+    with pytest.raises(
+        UserError, match=rf"a\.jsonl\.{kind}: corrupt after line {'0' if damage == 'empty' else '[1-9]'}"
+    ):
+        texts_of(write(f"a.jsonl.{kind}", content))
+
+
+def test_empty_and_skippable_streams_and_padding_are_part_of_a_compressed_file(write):
+    for kind, compress in COMPRESS.items():
+        assert texts_of(write(f"a.jsonl.{kind}", compress(b"") + compress(LINES) + compress(b""))) == TEXTS
+        padding = b"" if kind == "zst" else bytes(512)
+        assert texts_of(write(f"b.jsonl.{kind}", (compress(LINES) + padding) * 2)) == TEXTS * 2
+    skippable = struct.pack("<II", 0x184D2A50, 5) + b"other"
+    assert texts_of(write("c.jsonl.zst", skippable + zstandard.compress(LINES) + skippable)) == TEXTS
+
+
+def test_a_long_window_of_zstd_is_named_with_the_command_that_removes_it(write):
+    long = zstandard.ZstdCompressionParameters(window_log=30)
+    stream = zstandard.ZstdCompressor(compression_params=long).compressobj()
+    with pytest.raises(UserError, match=r"a\.jsonl\.zst: compressed with --long: .*zstd"):
+        texts_of(write("a.jsonl.zst", stream.compress(LINES) + stream.flush()))
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Worker processes: their imports, their end, and their errors."""
 
+import errno
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ import pytest
 
 from lmtrain.config.errors import RunError, UserError
 from lmtrain.data.config import DataConfig
+from lmtrain.preprocess import local
 from lmtrain.preprocess.local import run_locally
 from lmtrain.preprocess.sources import Source, describe_source
 from lmtrain.preprocess.write_shard import ShardJob
@@ -162,3 +164,13 @@ def test_usable_cores_are_those_the_process_may_run_on():
         assert usable_cores() == 1
     finally:
         os.sched_setaffinity(0, allowed)
+
+
+def test_the_limit_of_open_files_is_an_error_with_what_to_raise(tmp_path, monkeypatch):
+    def start(*_):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(local, "ProcessPoolExecutor", start)
+    job = ShardJob(Source("a.jsonl", 0, ""), str(tmp_path / "a"), DataConfig(), {})
+    with pytest.raises(UserError, match=r"too many open files.*ulimit -n"):
+        list(run_locally([job], lambda counts: None, lambda: False, 1))

@@ -8,7 +8,7 @@ from lmtrain.config.errors import UserError
 from lmtrain.data.config import DataConfig
 from lmtrain.hf.tokenizer import load_tokenizer
 from lmtrain.preprocess import demo, prepare_demo
-from lmtrain.preprocess.sources import expand_urls
+from lmtrain.preprocess.input_files import expand_urls
 
 
 @pytest.fixture

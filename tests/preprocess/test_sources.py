@@ -1,9 +1,22 @@
-"""Expansion, description and splitting of input files."""
+"""Description and splitting of input files, and which changes of one are noticed."""
 
+import gzip
+
+import fsspec
 import pytest
 
 from lmtrain.config.errors import UserError
-from lmtrain.preprocess.sources import FilesMissingError, describe_source, expand_urls, format_of, split_source
+from lmtrain.data.config import DataConfig
+from lmtrain.hf.find_tokenizer import open_tokenizer
+from lmtrain.preprocess.input_files import FilesMissingError
+from lmtrain.preprocess.sources import (
+    as_recorded,
+    as_recorded_in,
+    describe_source,
+    list_sources,
+    source_checksums,
+    split_source,
+)
 
 
 def make(folder, *names, content=b"text"):
@@ -12,85 +25,9 @@ def make(folder, *names, content=b"text"):
     return [str(folder / name) for name in names]
 
 
-def test_braces_expand_in_the_order_written_and_globs_in_sorted_order(tmp_path):
-    b2, b10, a1, c = make(tmp_path, "b.2.jsonl", "b.10.jsonl", "a.1.jsonl", "c.jsonl")
-    assert expand_urls([f"{tmp_path}/c.jsonl", f"{tmp_path}/b.{{2..10..8}}.jsonl", a1]) == [c, b2, b10, a1]
-    assert expand_urls([f"{tmp_path}/{{b,a}}.*.jsonl"]) == [b10, b2, a1]
-
-
-def test_every_missing_file_is_named_at_once(tmp_path):
-    make(tmp_path, "a.1.jsonl")
-    with pytest.raises(FilesMissingError) as error:
-        expand_urls([f"{tmp_path}/a.{{1..3}}.jsonl", f"{tmp_path}/none*.jsonl"])
-    missing = f"no such file: {tmp_path}/a.2.jsonl, {tmp_path}/a.3.jsonl, {tmp_path}/none*.jsonl"
-    assert str(error.value) == missing
-
-
-def test_a_file_listed_twice_also_under_two_names_is_refused(tmp_path, monkeypatch):
-    a, _ = make(tmp_path, "a.jsonl", "b.jsonl")
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "link.jsonl").symlink_to(a)
-    for other in ("a.jsonl", f"{tmp_path}/./a.jsonl", "link.jsonl"):
-        with pytest.raises(UserError) as error:
-            expand_urls([a, "b.jsonl", other])
-        assert str(error.value) == f"listed more than once: {a} = {other}"
-    with pytest.raises(UserError, match=r"more than once: .*a\.jsonl"):
-        expand_urls([a, f"{tmp_path}/a*.jsonl"])
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("a.docx", "unsupported format"),
-        ("a.parquet.gz", "unsupported format"),
-        ("a.jsonl.lz4", "unsupported format"),
-        ("a.gz", "unsupported format"),
-        ("{a.jsonl", "braces"),
-    ],
-)
-def test_an_unreadable_name_is_an_error_with_the_reason(tmp_path, name, message):
-    make(tmp_path, name)
-    with pytest.raises(UserError, match=message):
-        expand_urls([f"{tmp_path}/{name}"])
-
-
-@pytest.mark.parametrize(
-    ("url", "expected"),
-    [
-        ("https://host/a.jsonl?X-Amz-Signature=a.b", (".jsonl", None)),
-        ("https://host/a.jsonl.gz?download=true#part", (".jsonl", "gzip")),
-        ("https://host/download?file=a.txt", (".txt", None)),
-        ("s3://bucket/a?.jsonl", (".jsonl", None)),
-    ],
-)
-def test_the_format_is_that_of_the_path_of_a_url(url, expected):
-    assert format_of(url) == expected
-
-
-def test_the_query_of_an_unsupported_url_is_not_printed():
-    with pytest.raises(UserError, match=r"^https://host/a\.csv: unsupported format"):
-        format_of("https://host/a.csv?X-Amz-Signature=cafe")
-
-
-def test_an_unknown_protocol_is_a_user_error():
-    with pytest.raises(UserError, match=r"nonsense://a.jsonl"):
-        expand_urls(["nonsense://a.jsonl"])
-
-
-@pytest.mark.parametrize("pattern", ["a.jsonl", "*.jsonl"])
-def test_a_folder_is_not_read_as_a_file(tmp_path, pattern):
-    (tmp_path / "a.jsonl").mkdir()
-    with pytest.raises(UserError, match="jsonl"):
-        [describe_source(url) for url in expand_urls([f"{tmp_path}/{pattern}"])]
-
-
-def test_a_file_with_glob_characters_in_its_name_is_found(tmp_path):
-    assert expand_urls(make(tmp_path, "part[1].jsonl")) == [f"{tmp_path}/part[1].jsonl"]
-
-
 @pytest.mark.parametrize("place", [0, 4095, 400_000, -4096, -1], ids=str)
 def test_the_fingerprint_detects_a_change_at_either_end(tmp_path, place):
-    # `place` in the middle is not read: such a change is detected by its size only
+    # `place` in the middle is not read: such a change is detected by its time
     content = bytearray(b"x" * 500_000)
     before, same = map(describe_source, make(tmp_path, "a.jsonl", "b.jsonl", content=bytes(content)))
     assert before.fingerprint == same.fingerprint
@@ -106,3 +43,56 @@ def test_the_fingerprint_detects_a_change_at_either_end(tmp_path, place):
 def test_other_formats_than_lines_are_not_split(tmp_path, name):
     source = describe_source(make(tmp_path, name, content=b"x" * 1000)[0])
     assert split_source(source, 10) == [source]
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.txt", "a.parquet", "a.json.gz"])
+def test_a_pointer_of_git_lfs_is_a_missing_file(tmp_path, name):
+    with pytest.raises(FilesMissingError, match=rf"{name}: .*Git LFS.*git lfs pull"):
+        describe_source(make(tmp_path, name, content=POINTER)[0])
+
+
+@pytest.mark.parametrize("page", ["<!DOCTYPE html>\n<html>", "\n <HTML><body>", '<?xml version="1.0"?><Error>'])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.parquet", "a.arrow", "a.txt.gz"])
+def test_a_page_of_a_web_server_is_refused_but_may_be_text(tmp_path, name, page):
+    with pytest.raises(UserError, match=rf"{name}: a page in HTML or XML"):
+        describe_source(make(tmp_path, name, content=page.encode())[0])
+    assert describe_source(make(tmp_path, "a.txt", content=page.encode())[0]).bytes == len(page)
+
+
+@pytest.mark.parametrize(("content", "ending"), [(gzip.compress(b"text"), ".gz"), (b"PAR1 and more", ".parquet")])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.txt"])
+def test_a_file_of_another_format_than_its_name_is_refused(tmp_path, name, content, ending):
+    with pytest.raises(UserError, match=rf"{name}: its content is that of a {ending}"):
+        describe_source(make(tmp_path, name, content=content)[0])
+
+
+def test_copies_among_the_files_of_a_split_are_logged(tmp_path, caplog):
+    config = DataConfig(train_urls=make(tmp_path, "a.jsonl", "b.jsonl"), tokenizer="byte")
+    list_sources(config, "train", open_tokenizer("byte", None))
+    assert f"{tmp_path}/a.jsonl = {tmp_path}/b.jsonl" in caplog.text
+    caplog.clear()
+    make(tmp_path, "b.jsonl", content=b"other")
+    assert len(list_sources(config, "train", open_tokenizer("byte", None))) == 2
+    assert not caplog.text
+
+
+def test_a_file_at_a_url_with_another_version_is_compared_by_parts():
+    memory, url = fsspec.filesystem("memory"), "memory:///versions/a.jsonl"
+    content = b"x" * 500_000
+    memory.pipe_file("/versions/a.jsonl", content)
+    source = describe_source(url)
+    cached = as_recorded(source) | source_checksums(source)
+    assert cached["modified"] is not None
+    assert "sha256" not in cached  # which would read the file once more
+    memory.pipe_file("/versions/a.jsonl", content)
+    again = describe_source(url)
+    assert again != source
+    assert as_recorded_in(again, cached) == cached
+    memory.pipe_file("/versions/a.jsonl", content[:10_000] + b"y" * 480_000 + content[-10_000:])
+    edited = describe_source(url)
+    assert edited.fingerprint == source.fingerprint
+    assert as_recorded_in(edited, cached) != cached
+    memory.rm("/versions", recursive=True)

@@ -1,15 +1,20 @@
 """Caches on disk: used, used in part, or refused."""
 
+import json
+import os
 import shutil
 
 import pytest
+from cache_building import build_cache
 from preprocess.conftest import NAMES, config, contents, lines
 
 from lmtrain.config.errors import UserError
 from lmtrain.data.cache_manifest import load_manifest
 from lmtrain.hf.learn_tokenizer import learn_bpe
 from lmtrain.hf.tokenizer import load_tokenizer, save_tokenizer
+from lmtrain.preprocess.sources import source_checksums
 from lmtrain.preprocess.split_cache import find_cache
+from lmtrain.preprocess.write_shard import build_shard
 
 
 def refusal(wanted):
@@ -89,6 +94,79 @@ def test_the_files_of_a_finished_cache_may_move_to_another_folder(work, cache):
     assert "moved/b.jsonl is a source of this config, but not in the cache" in refusal(config(train_urls=urls))
 
 
+def edit_middle(path, time=None):
+    """Change a byte in the middle of a file. Its size, both ends and, with `time`, its time stay."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    if time is not None:
+        os.utime(path, ns=(time, time))
+
+
+@pytest.fixture
+def large(work):
+    """A finished cache of a file that is larger than the parts of it which are read at each start, in two shards."""
+    (work / "large.jsonl").write_text(lines(*(f"line {i} {'the line has ' * 20}" for i in range(1000))))
+    changes = {"train_urls": ["large.jsonl"], "split_bytes": 300_000}
+    build_cache(config(**changes), "train")
+    return changes
+
+
+@pytest.mark.parametrize("complete", [True, False], ids=["complete", "not complete"])
+def test_an_edit_of_equal_length_in_the_middle_is_noticed(work, large, complete):
+    if not complete:
+        (work / "cache/train/manifest.json").unlink()
+    edit_middle(work / "large.jsonl")
+    assert "large.jsonl from byte 0 has changed since it was cached" in refusal(config(**large))
+
+
+def test_a_file_with_another_time_is_read_once_and_its_cache_is_used(work, large, caplog):
+    caplog.set_level("INFO")
+    before, cache = finished_manifest(**large), work / "cache/train"
+    os.utime(work / "large.jsonl", ns=(1, 1))
+    after = finished_manifest(**large)
+    assert [shard.sha256 for shard in after.shards] == [shard.sha256 for shard in before.shards]
+    assert [shard.source["modified"] for shard in after.shards] == [1, 1]
+    source_checksums.cache_clear()
+    assert finished_manifest(**large) == load_manifest(str(cache)) == after
+    assert sum("comparing its content" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_a_copy_is_the_same_data_whatever_its_time_unless_a_part_of_it_differs(work, large):
+    (work / "moved").mkdir()
+    copy = work / "moved" / "large.jsonl"
+    shutil.copyfile(work / "large.jsonl", copy)
+    moved = large | {"train_urls": ["moved/large.jsonl"]}
+    assert finished_manifest(**moved).tokens == finished_manifest(**large).tokens
+    content = copy.read_bytes()
+    copy.write_bytes(content[:6000] + content[6000:-6000].replace(b"line", b"LINE") + content[-6000:])
+    assert "moved/large.jsonl from byte 0 is a source of this config" in refusal(config(**moved))
+
+
+def test_a_cache_of_an_earlier_version_knows_neither_times_nor_checksums(work, large):
+    path = work / "cache/train/manifest.json"
+    manifest = json.loads(path.read_text())
+    for shard in manifest["shards"]:
+        for name in ("modified", "sample", "sha256"):
+            del shard["source"][name]
+    path.write_text(json.dumps(manifest))
+    before = path.read_bytes()
+    edit_middle(work / "large.jsonl")
+    assert finished_manifest(**large) == load_manifest(str(work / "cache/train"))
+    assert path.read_bytes() == before
+    identity = find_cache(config(**large), "train").identity
+    shutil.rmtree(work / "cache")
+    assert find_cache(config(**large), "train").identity == identity
+
+
+def test_a_file_that_is_modified_while_it_is_read_is_an_error(work, monkeypatch):
+    job = next(iter(find_cache(config(), "train").missing.values()))
+    (work / "cache/train").mkdir(parents=True)
+    with pytest.raises(UserError, match=r"a\.jsonl: modified while it was read"):
+        build_shard(job, lambda *_: edit_middle(work / "a.jsonl", time=5))
+    assert not list((work / "cache/train").glob("*.json"))
+
+
 def test_only_a_finished_cache_is_used_without_its_sources(work, cache):
     for name in NAMES:
         (work / name).unlink()
@@ -104,6 +182,14 @@ def test_only_a_finished_cache_is_used_without_its_sources(work, cache):
 def test_a_cache_dir_that_is_a_file_is_a_user_error(work):
     with pytest.raises(UserError, match=r"data\.cache_dir: a\.jsonl/train cannot be created: a file is in its place"):
         find_cache(config(cache_dir="a.jsonl"), "train")
+
+
+def test_a_cache_dir_that_is_not_utf8_is_an_error_before_anything_is_built(work, monkeypatch):
+    folder = os.fsdecode(b"d\xe9")
+    monkeypatch.setenv("HOME", folder)
+    with pytest.raises(UserError, match=r"d.*not UTF-8.*data\.cache_dir"):
+        find_cache(config(cache_dir="~"), "train").make_folder()
+    assert not os.path.exists(folder)
 
 
 def test_a_missing_special_token_is_an_error_before_anything_is_written(work):

@@ -68,6 +68,8 @@ def test_empty_input_gives_a_shard(build, texts):
     info, records, _ = build(texts)
     assert (info.documents, info.tokens) == (len(texts), len(texts))
     assert len(records) == len(texts)
+    warned = [warning.rpartition("/")[2] for warning in info.warnings]
+    assert warned == ([] if texts else ["input.jsonl: no documents"])
 
 
 def test_another_build_with_other_limits_of_batches_gives_the_same_bytes(build, tmp_path, monkeypatch):

@@ -38,8 +38,8 @@ from lmtrain.hf.tokenizer import Tokenizer
 from lmtrain.models.params import shapes_by_path
 from lmtrain.models.registry import hf_family
 from lmtrain.preprocess.documents import read_texts
+from lmtrain.preprocess.input_files import expand_urls
 from lmtrain.preprocess.prepare_demo import prepare_demo
-from lmtrain.preprocess.sources import expand_urls
 from lmtrain.run.config import RunConfig
 from lmtrain.sharding.placement import LocalPart
 from lmtrain.train.program.program import Program, build_program

@@ -16,8 +16,8 @@ import time
 
 from lmtrain.data.config import DataConfig
 from lmtrain.preprocess.documents import read_texts
+from lmtrain.preprocess.input_files import expand_urls
 from lmtrain.preprocess.prepare_demo import prepare_demo
-from lmtrain.preprocess.sources import expand_urls
 
 
 def main() -> None:

@@ -23,10 +23,10 @@ from lmtrain.data.config import DataConfig
 from lmtrain.preprocess.build import Build
 from lmtrain.preprocess.documents import read_texts
 from lmtrain.preprocess.executor import choose_executor
+from lmtrain.preprocess.input_files import expand_urls
 from lmtrain.preprocess.local import usable_cores
 from lmtrain.preprocess.prepare import wait
 from lmtrain.preprocess.prepare_demo import prepare_demo
-from lmtrain.preprocess.sources import expand_urls
 from lmtrain.preprocess.split_cache import find_cache
 from lmtrain.runtime.config import RayConfig
 from lmtrain.runtime.logging import start_console_log
