@@ -41,7 +41,8 @@ def _score_in_parts(x_BSD: jax.Array, kernel_DE: jax.Array) -> jax.Array:
     high = jax.lax.reduce_precision(kernel_DE, bits.nexp, bits.nmant)
     parts = jnp.concatenate([high, kernel_DE - high], axis=-1).astype(x_BSD.dtype)
     scores = jnp.einsum("BSD,DE->BSE", x_BSD, parts, preferred_element_type=jnp.float32)
-    return sum(jnp.split(scores, 2, axis=-1))
+    of_high, of_low = jnp.split(scores, 2, axis=-1)
+    return of_high + of_low
 
 
 def _score_forward(x: jax.Array, kernel: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
