@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from lmtrain.hf.token_bytes import TextSizes
 from lmtrain.models.interface import LanguageModel, hidden_and_head
-from lmtrain.models.params import cast
+from lmtrain.models.params import cast_to_compute
 from lmtrain.objectives.cross_entropy import CrossEntropy, next_token_targets
 from lmtrain.sharding.mesh import Layout
 from lmtrain.sharding.mesh_function import MeshFunction
@@ -70,7 +70,7 @@ def build_forward_step(
     """
 
     def forward(params: Any, batch: Any) -> Any:
-        variables = {"params": cast(params, compute_dtype)}
+        variables = {"params": cast_to_compute(params, compute_dtype)}
         hidden, head = model.apply(variables, batch, True, method=hidden_and_head)
         return function(hidden, head, batch)
 

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from lmtrain.generation.decode import decode
 from lmtrain.models.interface import LanguageModel
-from lmtrain.models.params import abstract_params, cast
+from lmtrain.models.params import abstract_params, cast_to_compute
 from lmtrain.sharding.mesh import Layout
 from lmtrain.sharding.mesh_function import MeshFunction
 
@@ -78,7 +78,7 @@ class GreedyDecoder:
         compile_as = functools.partial(jax.jit, compiler_options=self._options)
 
         def applied(params: Any) -> Callable[..., Any]:
-            return functools.partial(self._model.apply, {"params": cast(params, self._dtype)})
+            return functools.partial(self._model.apply, {"params": cast_to_compute(params, self._dtype)})
 
         def empty(params: Any) -> Any:
             return applied(params)(rows, length, method="empty_cache")

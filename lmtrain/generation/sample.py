@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from lmtrain.generation.decode import decode, step
 from lmtrain.models.interface import LanguageModel
-from lmtrain.models.params import cast
+from lmtrain.models.params import cast_to_compute
 from lmtrain.sharding.mesh import Layout
 from lmtrain.sharding.mesh_function import MeshFunction
 
@@ -75,7 +75,7 @@ def build_batch_sampler(
     """
 
     def run(params: Any, prompts: jax.Array, lengths: jax.Array, seed: jax.Array) -> jax.Array:
-        apply = functools.partial(model.apply, {"params": cast(params, compute_dtype)})
+        apply = functools.partial(model.apply, {"params": cast_to_compute(params, compute_dtype)})
         rows, longest = prompts.shape
         keys = jax.vmap(functools.partial(jax.random.fold_in, jax.random.key(seed)))(jnp.arange(rows))
 

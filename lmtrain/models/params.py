@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -17,6 +17,9 @@ from lmtrain.models.moe.load import BIAS
 
 # Name of the scale of a parameter that is stored in 8 bits, next to it.
 STORED_SCALE = "kernel_scale"
+
+# Beginnings of the names of modules whose parameters are not rounded for a computation in 16 bits.
+_NOT_ROUNDED = ("norm_", "router")
 
 # Between nested maps and maps from slash-separated paths.
 flatten, unflatten = functools.partial(flatten_dict, sep="/"), functools.partial(unflatten_dict, sep="/")
@@ -66,18 +69,30 @@ def parameter_axes(model: LanguageModel) -> Any:
 
 def with_dtype(abstract: Any, dtype: str) -> Any:
     """The same shapes with another dtype, except those of biases that balance the load of experts."""
-    return _map_changeable(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(dtype)), abstract)
+    return _map_changeable(lambda _, leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(dtype)), abstract)
 
 
 def cast(params: Any, dtype: str) -> Any:
     """Every leaf in `dtype`, except biases that balance the load of experts, since their updates are small, and
     parameters that are stored in 8 bits."""
-    return _map_changeable(lambda leaf: leaf.astype(dtype), params)
+    return _map_changeable(lambda _, leaf: leaf.astype(dtype), params)
 
 
-def _map_changeable(function: Callable[[Any], Any], params: Any) -> Any:
+def cast_to_compute(params: Any, dtype: str) -> Any:
+    """`cast` without rounding the parameters of norms and routers: these few compute in float32. Rounded to 16 bits,
+    those of norms are the largest error of many gradients, and those of routers select other experts."""
+
+    def change(path: Sequence[str], leaf: Any) -> Any:
+        is_exact = any(name.startswith(_NOT_ROUNDED) for name in path[:-1])
+        return leaf.astype(jnp.promote_types(leaf.dtype, dtype) if is_exact else dtype)
+
+    return _map_changeable(change, params)
+
+
+def _map_changeable(function: Callable[[Sequence[str], Any], Any], params: Any) -> Any:
     def change(path: Any, leaf: Any) -> Any:
-        is_kept = getattr(path[-1], "key", None) in (BIAS, STORED_SCALE) or leaf.dtype in EIGHT_BIT_TYPES
-        return leaf if is_kept else function(leaf)
+        names = [str(getattr(entry, "key", "")) for entry in path]
+        is_kept = names[-1] in (BIAS, STORED_SCALE) or leaf.dtype in EIGHT_BIT_TYPES
+        return leaf if is_kept else function(names, leaf)
 
     return jax.tree_util.tree_map_with_path(change, params)

@@ -2,20 +2,26 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import linen as nn
+from parity.variants import SIZES, VARIANTS
 
 from lmtrain.models.gpt2.config import Gpt2Config
 from lmtrain.models.gpt2.model import Gpt2LM
 from lmtrain.models.params import (
     abstract_params,
     cast,
+    cast_to_compute,
     count_parameters,
+    flatten,
     initializer,
     parameter_axes,
     shapes_by_path,
     with_dtype,
 )
+from lmtrain.models.registry import build_model
+from lmtrain.run.config import RunConfig
 
 MODEL = Gpt2LM(Gpt2Config(hidden_dim=8, num_heads=2, num_layers=2, seq_len=8), 12)
 
@@ -47,6 +53,22 @@ def test_paths_and_names_of_dimensions_are_those_of_the_tree():
 def test_every_leaf_is_cast():
     params = cast({"a": jnp.ones(2), "b": {"c": jnp.ones(3, jnp.float16)}}, "bfloat16")
     assert {leaf.dtype.name for leaf in jax.tree.leaves(params)} == {"bfloat16"}
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gemma3", "mpt", "backpack", "qwen3_moe"])
+def test_for_a_computation_all_parameters_are_cast_but_those_of_norms_and_routers(name):
+    _, family, changes = VARIANTS[name]
+    config = RunConfig.model_validate({"model": {"type": family, **SIZES, **changes}})
+    params = nn.meta.unbox(abstract_params(build_model(config.model, 12)))
+    found = flatten(jax.eval_shape(lambda params: cast_to_compute(params, "bfloat16"), params))
+    # norms are what has a scale
+    kept = {path for path in found if f"{path.rpartition('/')[0]}/scale" in found or "router" in path}
+    assert {path for path, leaf in found.items() if leaf.dtype == jnp.float32} == kept
+    assert len(kept) >= 3
+    half = with_dtype(params, "bfloat16")
+    wide = jax.eval_shape(lambda params: cast_to_compute(params, "float32"), half)
+    assert {leaf.dtype for leaf in jax.tree.leaves(wide)} == {np.dtype(np.float32)}
+    assert ("blocks/moe/router/kernel" in kept) == (name == "qwen3_moe")
 
 
 @pytest.mark.parametrize("kernel", ["cudnn", "splash"])

@@ -18,7 +18,7 @@ import numpy as np
 from lmtrain.evaluation.eval_step import read_ahead
 from lmtrain.evaluation.interface import Context
 from lmtrain.models.interface import LanguageModel, hidden_and_head
-from lmtrain.models.params import cast
+from lmtrain.models.params import cast_to_compute
 from lmtrain.objectives.target_scores import TargetScores, score_targets
 from lmtrain.sharding.mesh import Layout, platform_of
 from lmtrain.sharding.mesh_function import MeshFunction
@@ -167,7 +167,7 @@ def build_score_step(
     """
 
     def score(params: Any, batch: Mapping[str, jax.Array]) -> TargetScores:
-        variables = {"params": cast(params, compute_dtype)}
+        variables = {"params": cast_to_compute(params, compute_dtype)}
         only_tokens = {"tokens": batch["tokens"]}
         hidden, head = model.apply(variables, only_tokens, True, method=hidden_and_head)
         chosen = jnp.take_along_axis(hidden, batch["positions"][:, :, None], axis=1)

@@ -25,6 +25,40 @@ from lmtrain.sharding.placement import constrain
 _EPSILON = 1e-20
 
 
+def score(x_BSD: jax.Array, kernel_DE: jax.Array) -> jax.Array:
+    """x W [B, S, E] in float32. The kernel has the dtype of x, or float32 if x has 16 bits."""
+    if x_BSD.dtype == kernel_DE.dtype:
+        return jnp.einsum("BSD,DE->BSE", x_BSD, kernel_DE, preferred_element_type=jnp.float32)
+    return _score_in_parts(x_BSD, kernel_DE)
+
+
+@jax.custom_vjp
+def _score_in_parts(x_BSD: jax.Array, kernel_DE: jax.Array) -> jax.Array:
+    """x of 16 bits is multiplied with two parts of W in 16 bits, whose sum has an error of 2^-17. With W rounded to 16
+    bits, more tokens would select other experts; products in float32 are slow, or rounded by default."""
+    bits = jnp.finfo(x_BSD.dtype)
+    # a cast to 16 bits and back could be optimized away
+    high = jax.lax.reduce_precision(kernel_DE, bits.nexp, bits.nmant)
+    parts = jnp.concatenate([high, kernel_DE - high], axis=-1).astype(x_BSD.dtype)
+    scores = jnp.einsum("BSD,DE->BSE", x_BSD, parts, preferred_element_type=jnp.float32)
+    of_high, of_low = jnp.split(scores, 2, axis=-1)
+    return of_high + of_low
+
+
+def _score_forward(x: jax.Array, kernel: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return _score_in_parts(x, kernel), (x, kernel)
+
+
+def _score_backward(saved: tuple[jax.Array, jax.Array], d_BSE: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x, kernel = saved
+    d_x = jnp.einsum("BSE,DE->BSD", d_BSE, kernel.astype(x.dtype), preferred_element_type=jnp.float32)
+    d_kernel = jnp.einsum("BSD,BSE->DE", x, d_BSE, preferred_element_type=jnp.float32)
+    return d_x.astype(x.dtype), d_kernel.astype(kernel.dtype)
+
+
+_score_in_parts.defvjp(_score_forward, _score_backward)
+
+
 class Router(nn.Module):
     """Scores of all experts for each token, in float32, and the selection of some."""
 
@@ -43,7 +77,7 @@ class Router(nn.Module):
         """The selected experts [B, S, K], int32, and their weights, float32. `used_BS`: see `Documents`."""
         c = self.config
         kernel = constrain(self.kernel, None, None)
-        scores = jnp.einsum("BSD,DE->BSE", x_BSD, kernel, preferred_element_type=jnp.float32)
+        scores = score(x_BSD, kernel)
         scores = constrain(scores, "act_batch", "act_stream", None)
         values = {
             "softmax_topk": lambda: jax.nn.softmax(scores),

@@ -14,7 +14,7 @@ from lmtrain.models.interface import LanguageModel, hidden_and_head
 from lmtrain.models.layers.quantized import QUANTIZED
 from lmtrain.models.moe.grouped import supports
 from lmtrain.models.moe.load import BY_LAYER, LOAD, REDUCE, balanced, collect_load, load_metrics
-from lmtrain.models.params import cast
+from lmtrain.models.params import cast_to_compute
 from lmtrain.models.quantization import copies
 from lmtrain.objectives.distillation import TEACHER
 from lmtrain.objectives.interface import LossTerms, Objective, sum_of_weights
@@ -89,8 +89,8 @@ class TrainStep:
         key = jax.random.fold_in(jax.random.key(self.seed), state.step)
         count = sum_of_weights(self.objective, batch)
         scale = 1.0 / count
-        params = cast(state.params, self.compute_dtype)  # once for all microbatches
-        base = None if state.base is None else cast(state.base, self.compute_dtype)
+        params = cast_to_compute(state.params, self.compute_dtype)  # once for all microbatches
+        base = None if state.base is None else cast_to_compute(state.base, self.compute_dtype)
         quantized = {}
         if self.products is not None:
             quantized = copies(params if base is None else base, self.products, supports(self.products))

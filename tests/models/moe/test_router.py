@@ -9,7 +9,7 @@ from jax.nn.initializers import normal
 from lmtrain.models.auxiliary import AUXILIARY, collect
 from lmtrain.models.moe.config import MoeConfig
 from lmtrain.models.moe.load import LOAD, balanced, collect_load, load_metrics
-from lmtrain.models.moe.router import Router
+from lmtrain.models.moe.router import Router, score
 
 BATCH, LENGTH, EMBED, EXPERTS, SELECTED = 3, 7, 5, 6, 2
 RNG = np.random.default_rng(0)
@@ -53,6 +53,24 @@ def test_selection_and_weights(kind):
     assert np.array_equal(experts, expected)
     chosen = np.take_along_axis(values, expected, -1)  # without the bias
     np.testing.assert_allclose(weights, weigh(chosen) if weigh else chosen / chosen.sum(-1, keepdims=True), rtol=1e-5)
+
+
+def test_scores_of_16_bit_inputs_do_not_round_the_kernel():
+    """Nor its gradient. The inputs, and numbers of the reference, are those of bfloat16."""
+    x, kernel = RNG.normal(size=(2, 8, 64)), RNG.normal(size=(64, EXPERTS)).astype(np.float32)
+    x, d_scores = (jnp.asarray(a, jnp.bfloat16) for a in (x, RNG.normal(size=(2, 8, EXPERTS))))
+    exact_x, exact_d = (np.asarray(a, np.float64) for a in (x, d_scores))
+
+    @jax.jit
+    def both(x, kernel):
+        scores, pull = jax.vjp(score, x, kernel)
+        return scores, *pull(d_scores.astype(jnp.float32))
+
+    scores, d_x, d_kernel = both(x, kernel)
+    assert (scores.dtype, d_x.dtype, d_kernel.dtype) == (jnp.float32, jnp.bfloat16, jnp.float32)
+    np.testing.assert_allclose(scores, exact_x @ kernel, atol=1e-3)  # with a rounded kernel 2e-2
+    np.testing.assert_allclose(d_kernel, np.einsum("BSD,BSE->DE", exact_x, exact_d), atol=1e-4)
+    np.testing.assert_allclose(d_x.astype(np.float32), exact_d @ kernel.T, atol=0.05)
 
 
 def test_losses_are_means_over_sequences_and_tokens_without_padding():
