@@ -5,6 +5,7 @@ anything else.
 """
 
 import importlib
+import os
 import sys
 import traceback
 
@@ -60,12 +61,23 @@ def _run(verb: str, argv: list[str]) -> int:
         raise UserError(
             f"unknown command {verb!r}; " + (f"did you mean {hint!r}?" if hint else f"one of: {', '.join(VERBS)}")
         )
+    _require_usable_folder()
     if verb != "doctor":  # doctor looks for all devices, and reports why there are none
         keep_to_cpus()
     command = importlib.import_module(f"lmtrain.commands.{VERBS[verb][0]}")
     with logging_restored():
         code: int = command.run(argv)
     return code
+
+
+def _require_usable_folder() -> None:
+    """Raise `UserError` for a working folder whose path cannot be written to files that say where a run was."""
+    try:
+        os.getcwd().encode()
+    except FileNotFoundError:
+        raise UserError("the working folder was deleted; change to another one") from None
+    except UnicodeEncodeError:
+        raise UserError("the path of the working folder is not UTF-8; rename it, or change to another one") from None
 
 
 def usage() -> str:

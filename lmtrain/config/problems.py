@@ -79,7 +79,7 @@ def _describe(model: type[BaseModel], tree: ConfigTree, path: Path, problems: li
         return f"{place}{name}: {message}"
     if kind in ("model_type", "dict_type"):
         message = "expected a map of settings"
-    is_said = isinstance(seen, dict | list | BaseModel) or kind == "bool_as_number" or message.endswith("?")
+    is_said = isinstance(seen, dict | list | BaseModel) or kind in ("bool_as_number", "text") or message.endswith("?")
     shown = "" if is_said else f", not {_as_written(seen)}"
     return f"{place}{name}: {message}{shown}" if name else f"{place}{message}"
 

@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Field, StrictBool, StrictFloat, StrictInt,
 from pydantic_core import PydanticCustomError
 
 from lmtrain.config.errors import field_error
-from lmtrain.config.section import Section, by_type
+from lmtrain.config.section import RawText, Section, by_type
 from lmtrain.config.setting import identity, tunable
 
 
@@ -39,7 +39,7 @@ class ScheduleConfig(Section):
 
     learning_rate: float = tunable(1e-4, gt=0, description="Peak learning rate")
     weight_decay: float = tunable(0.0, ge=0, description="Decoupled weight decay, multiplied by the learning rate")
-    weight_decay_modules: str | Annotated[list[str], Field(min_length=1)] | None = tunable(
+    weight_decay_modules: RawText | Annotated[list[RawText], Field(min_length=1)] | None = tunable(
         None,
         description="Parameters with weight decay: a regular expression, matched at the start of the path "
         "(blocks/mlp/up/kernel), or a list of texts that a path may contain; null: see default_weight_decay_mask",

@@ -91,6 +91,8 @@ def run_id(config: RunConfig, stem: str, environment: Mapping[str, str] = os.env
 
     Never random, so that the same command resumes the same run.
     """
+    if not config.trainer.id and "RUN_ID" in environment and not environment["RUN_ID"].strip():
+        raise UserError("RUN_ID: the environment variable is empty; set it to a run id, or unset it")
     wandb_ids = [t.id for t in config.trainer.tracker if isinstance(t, WandbConfig) and t.id]
     text = json.dumps(identity(config), sort_keys=True)
     stem = re.sub(r"[^A-Za-z0-9._-]+", "-", stem).lstrip("._-")[:_MAX_STEM] or "run"

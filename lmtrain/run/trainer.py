@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, Tag, field_validator
 
 from lmtrain.checkpoint.config import CheckpointerConfig, InitializationConfig
-from lmtrain.config.section import Section, by_type
+from lmtrain.config.section import RunPath, Section, by_type
 from lmtrain.config.setting import changeable, execution, identity
 from lmtrain.config.suggest import nearest_divisors
 from lmtrain.data.batch_sizes import BatchSizes
@@ -158,7 +158,9 @@ class LoggingConfig(Section):
     id: str | None = changeable(
         None, description="Run id; null: RUN_ID, else the W&B id, else generated from the config"
     )
-    log_dir: str = changeable("logs/", min_length=1, description="Log folder; files in it are named after the run id")
+    log_dir: RunPath = changeable(
+        "logs/", min_length=1, description="Log folder; files in it are named after the run id"
+    )
     tracker: Annotated[
         list[TrackerConfig], BeforeValidator(_as_list, json_schema_input_type=TrackerConfig | list[TrackerConfig])
     ] = changeable(

@@ -50,7 +50,7 @@ BROKEN = [
     ("optimizer.warmup: 1.5", "expected a fraction from 0.0 to 1.0, or a whole number of steps, not 1.5"),
     ("optimizer.warmup: -1", "expected a whole number of steps, 0 or more, not -1"),
     ("data.cache_dir: 2024-01-01", "expected text, not 2024-01-01"),
-    ("data.cache_dir: ''", "String should have at least 1 character, not ''"),
+    ("data.cache_dir: ''", "is empty"),
     ("data.train_urls: a.jsonl", "expected a list, not 'a.jsonl'"),
     ("data.name: x", "applies to a Hugging Face dataset, but no id is set"),
     ("data.train_weights: {a: 1}", "unknown source 'a', not in configs"),

@@ -30,7 +30,20 @@ def test_only_user_info_before_the_host_is_masked(text, expected):
 @pytest.mark.parametrize(
     "password",
     [
-        *("wo'rd", 'wo"rd', "wo rd", "wo@rd", "wo#rd", "wo?rd", "wo%rd", "wo\\rd", "wo,rd", "wo:rd", "wo`<rd>", "[word]"),
+        *(
+            "wo'rd",
+            'wo"rd',
+            "wo rd",
+            "wo@rd",
+            "wo#rd",
+            "wo?rd",
+            "wo%rd",
+            "wo\\rd",
+            "wo,rd",
+            "wo:rd",
+            "wo`<rd>",
+            "[word]",
+        ),
         *("wö漢rd", "12 rd", "12'rd", "wo;rd)(", "$!&*=+~|{}^"),
     ],
 )
