@@ -7,7 +7,7 @@ first, the program is built before that.
 
 import sys
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import TYPE_CHECKING
 
 from lmtrain.commands.arguments import Parser, parse_run
@@ -22,7 +22,7 @@ from lmtrain.run.config import RunConfig
 from lmtrain.run.identity import run_id
 from lmtrain.run.run import Run, resolve
 from lmtrain.runtime.distributed import ending_for_all, gather, start_processes
-from lmtrain.runtime.logging import log, logging_restored, start_console_log
+from lmtrain.runtime.logging import errors_in_files, log, logging_restored, start_console_log
 from lmtrain.runtime.machine import is_cpu_only, keep_freed_memory
 from lmtrain.runtime.processes import Processes
 from lmtrain.runtime.signals import STOPPED_BY_SIGNAL, StopRequest
@@ -78,7 +78,8 @@ def _start(run: Run, began: float) -> int:
         check_services(run.config, processes)
         log.info(f"run {run.id}")
         open_log(run, processes)
-        return _with_data(run, processes, began)
+        with errors_in_files() if processes.count == 1 else nullcontext():  # of several, each ends with a log of it
+            return _with_data(run, processes, began)
 
 
 def _with_data(run: Run, processes: Processes, began: float) -> int:

@@ -29,8 +29,8 @@ _SPECIAL_TOKEN = re.compile(
 # Maps whose names are chosen by the user and name text sources, not settings.
 _NAMES_OF_SOURCES = {("data", "configs"), ("data", "train_weights"), ("objective", "source_weights")}
 
-# A URL may be a part of other text, so what is in doubt is user info. Its forms: user and password, which may contain any
-# characters; keys of S3, whose password contains `/`; a user or a token alone. A port is none, unless a host follows.
+# A URL may be a part of other text, so what is in doubt is user info. Its forms: user and password, which may contain
+# any characters; keys of S3, whose password contains `/`; a user or a token alone. A port is none, unless a host follows.
 _PORT = r"""\d{1,5}(?:[/?#\s:,;)\]}>]|['"`](?:[\s,:;)\]}>]|$)|$)(?![^/\n]*@[\w.:\[\]-]+/)"""
 _USER_INFO = re.compile(
     rf"""(?<=://)(?:

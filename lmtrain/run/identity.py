@@ -9,9 +9,11 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from lmtrain.config.describe import kind_of, sections_of
 from lmtrain.config.errors import UserError
 from lmtrain.config.redact import redact
 from lmtrain.config.setting import Role, settings_of
+from lmtrain.config.tree import Path
 from lmtrain.data.config import DataConfig
 from lmtrain.data.formats import TextFormat
 from lmtrain.run.config import RunConfig
@@ -78,6 +80,24 @@ def run_identity(config: RunConfig, tokenizer: Mapping[str, Any], data_tokens: s
     """The identity of a run as saved with its checkpoints: of the optimizer, whose settings may change, the type."""
     other = {"optimizer": {"type": config.optimizer.type}, "tokenizer": dict(tokenizer), "data_tokens": data_tokens}
     return identity(config) | other
+
+
+def omitted(run_identity: Mapping[str, Any], path: Path) -> str:
+    """The text of a value that `run_identity` omits: the default of the setting, or `nothing` for what is none."""
+    section: type[BaseModel] = RunConfig if path[0] in RunConfig.model_fields else TrainerConfig
+    given: Any = run_identity
+    for part in path[:-1]:
+        field = section.model_fields.get(str(part))
+        kinds = {kind_of(kind): kind for kind in sections_of(field.annotation)} if field is not None else {}
+        given = given.get(part) if isinstance(given, Mapping) else None
+        if not kinds or (given is None and field is not None and field.get_default(call_default_factory=True) is None):
+            return "nothing"
+        kind = given.get("type") if isinstance(given, Mapping) else None
+        section = kinds.get(kind) or next(iter(kinds.values()))
+    field = section.model_fields.get(str(path[-1]))
+    if field is None or field.is_required():
+        return "nothing"
+    return f"{field.get_default(call_default_factory=True)!r} (the default)"
 
 
 def without_tunable(run_identity: Mapping[str, Any]) -> dict[str, Any]:
