@@ -30,7 +30,8 @@ _SPECIAL_TOKEN = re.compile(
 _NAMES_OF_SOURCES = {("data", "configs"), ("data", "train_weights"), ("objective", "source_weights")}
 
 # A URL may be a part of other text, so what is in doubt is user info. Its forms: user and password, which may contain
-# any characters; keys of S3, whose password contains `/`; a user or a token alone. A port is none, unless a host follows.
+# any characters; keys of S3, whose password contains `/`; a user or a token alone. A number is a port, unless a host
+# follows.
 _PORT = r"""\d{1,5}(?:[/?#\s:,;)\]}>]|['"`](?:[\s,:;)\]}>]|$)|$)(?![^/\n]*@[\w.:\[\]-]+/)"""
 _USER_INFO = re.compile(
     rf"""(?<=://)(?:
