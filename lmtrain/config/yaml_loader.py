@@ -112,8 +112,6 @@ def _read(path: str, chain: Chain) -> str:
     included = f" (included from {' -> '.join(map(str, chain))})" if chain else ""
     try:
         content = _content(path)
-        if len(content) > MAX_BYTES:
-            raise UserError(f"{path}: larger than {MAX_BYTES:,} bytes; is it a config?")
         return io.TextIOWrapper(io.BytesIO(content), encoding="utf-8").read()
     except FileNotFoundError:
         raise UserError(f"{path}: no such file{included}") from None
@@ -126,19 +124,27 @@ def _read(path: str, chain: Chain) -> str:
 
 
 def _content(path: str) -> bytes:
-    """Content of a file, at most one byte more than a config may have."""
+    """Content of a file. Raises `UserError` if it is larger than a config may be."""
     local = path.removeprefix("file://")
     if "://" in local:
-        from lmtrain.config.remote import open_fs, remote_errors
+        from lmtrain.config.remote import read_small, remote_errors
 
         with remote_errors(path, "read", missing_too=False):
-            fs, inside = open_fs(path)
-            content: bytes = fs.cat_file(inside)
-            return content
+            content = read_small(path, MAX_BYTES)
+        if content is None:
+            raise _too_large(path)
+        return content
     if os.path.exists(local) and not os.path.isfile(local) and not os.path.isdir(local):
         raise UserError(f"{path}: not a regular file")  # reading a device or a pipe may never end
     with open(local, "rb") as file:
-        return file.read(MAX_BYTES + 1)
+        content = file.read(MAX_BYTES + 1)
+    if len(content) > MAX_BYTES:
+        raise _too_large(path)
+    return content
+
+
+def _too_large(path: str) -> UserError:
+    return UserError(f"{path}: larger than {MAX_BYTES:,} bytes; is it a config?")
 
 
 def _problem(error: yaml.YAMLError) -> str:
