@@ -127,6 +127,13 @@ def test_all_problems_are_reported_at_once_each_with_its_line(folder):
     ]
 
 
+def test_of_many_problems_the_first_are_reported_and_the_others_counted(folder):
+    first, *lines, rest = report(folder, "".join(f"key{n}: 1\n" for n in range(4000)))
+    assert first == "c.yaml: 4,000 problems in the config"
+    assert lines == [f"  c.yaml:{n + 1}: key{n}: no such setting" for n in range(20)]
+    assert rest == "  and 3,980 more"
+
+
 @pytest.mark.parametrize("text", ["model:\n", "model: [1]\n"])
 def test_a_section_that_is_not_a_map_is_reported_in_terms_of_yaml(folder, text):
     message = "\n".join(report(folder, text))
