@@ -4,6 +4,7 @@ Exit codes: 0 done; 2 a user error, with one clear message; 75 stopped by a sign
 anything else.
 """
 
+import errno
 import importlib
 import os
 import sys
@@ -32,6 +33,16 @@ VERBS = {
 }
 
 
+# Resources of the machine that have run out: the command line and its files may be right.
+_EXHAUSTED = {
+    errno.EMFILE: "this process may open no more files: raise the limit with `ulimit -n 65536`",
+    errno.ENFILE: "this machine may open no more files: raise fs.file-max",
+    errno.ENOSPC: "disk full: free space, and run the same command again",
+    errno.EDQUOT: "disk quota exceeded: free space, and run the same command again",
+}
+_PATHS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR)
+
+
 def main(argv: list[str] | None = None) -> None:
     """Run a command and exit with its code."""
     argv = sys.argv[1:] if argv is None else argv
@@ -48,6 +59,10 @@ def main(argv: list[str] | None = None) -> None:
         sys.exit(2 if isinstance(error, UserError) else 1)
     except BrokenPipeError:
         sys.exit(1)
+    except OSError as error:
+        message = _describe(error)
+        print(message or redact(traceback.format_exc()).rstrip(), file=sys.stderr)
+        sys.exit(1 if message is None or error.errno in _EXHAUSTED else 2)
     except Exception:
         print(redact(traceback.format_exc()), end="", file=sys.stderr)
         sys.exit(1)
@@ -68,6 +83,16 @@ def _run(verb: str, argv: list[str]) -> int:
     with logging_restored():
         code: int = command.run(argv)
     return code
+
+
+def _describe(error: OSError) -> str | None:
+    """A message for an error of the machine or of a path that no command has explained; None for others."""
+    place = f"{os.fsdecode(error.filename)}: " if isinstance(error.filename, str | bytes) else ""
+    if error.errno in _EXHAUSTED:
+        return redact(f"lmtrain: error: {place}{os.strerror(error.errno)}; {_EXHAUSTED[error.errno]}")
+    if error.errno in _PATHS and place:
+        return redact(f"lmtrain: error: {place}{os.strerror(error.errno)}")
+    return None
 
 
 def _require_usable_folder() -> None:

@@ -22,10 +22,10 @@ from lmtrain.config.errors import UserError
 from lmtrain.config.redact import redact
 from lmtrain.config.spellings import combine
 from lmtrain.config.tree import ConfigTree, Origin, Path, lift, value_at
-from lmtrain.config.yaml_scalars import Loader, TooManyNodes
+from lmtrain.config.yaml_scalars import Loader, TooManyNodesError
 
-# A config has a few hundred values, in a few files. Without limits, ten short lines of aliases to aliases, or of includes
-# of files with includes, exhaust the memory.
+# A config has a few hundred values, in a few files. Without limits, ten short lines of aliases to aliases, or of
+# includes of files with includes, exhaust the memory.
 MAX_VALUES = 100_000
 MAX_BYTES = 10_000_000
 MAX_FILES = 1000
@@ -71,7 +71,7 @@ def _compose(text: str, source: str, is_file: bool = False) -> yaml.Node | None:
     node: yaml.Node | None
     try:
         node = loader.get_single_node()
-    except TooManyNodes as error:
+    except TooManyNodesError as error:
         place = Origin(source, error.line + 1 if is_file else None)
         raise UserError(f"{place}: {error}; is it a config?") from None
     return node

@@ -6,7 +6,7 @@ from typing import Any
 import yaml
 
 
-class TooManyNodes(Exception):
+class TooManyNodesError(Exception):
     """A text has more nodes than it may. `line` is that of the first one too many, from 0."""
 
     def __init__(self, what: str, line: int):
@@ -22,12 +22,12 @@ class Loader(yaml.SafeLoader):
     num_nodes = 0
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """The next node. Raises `TooManyNodes`."""
+        """The next node. Raises `TooManyNodesError`."""
         self.num_nodes += 1
         if self.num_nodes > self.max_nodes:
-            raise TooManyNodes(f"more than {self.max_nodes:,} values", self.peek_event().start_mark.line)
+            raise TooManyNodesError(f"more than {self.max_nodes:,} values", self.peek_event().start_mark.line)
         if isinstance(parent, yaml.MappingNode) and index is None and len(parent.value) >= self.max_keys:
-            raise TooManyNodes(f"a map with more than {self.max_keys:,} names", self.peek_event().start_mark.line)
+            raise TooManyNodesError(f"a map with more than {self.max_keys:,} names", self.peek_event().start_mark.line)
         node: yaml.Node | None = super().compose_node(parent, index)
         return node
 
