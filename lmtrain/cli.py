@@ -59,13 +59,10 @@ def main(argv: list[str] | None = None) -> None:
         sys.exit(2 if isinstance(error, UserError) else 1)
     except BrokenPipeError:
         sys.exit(1)
-    except OSError as error:
-        message = _describe(error)
+    except Exception as error:
+        code, message = _describe(error)
         print(message or redact(traceback.format_exc()).rstrip(), file=sys.stderr)
-        sys.exit(1 if message is None or error.errno in _EXHAUSTED else 2)
-    except Exception:
-        print(redact(traceback.format_exc()), end="", file=sys.stderr)
-        sys.exit(1)
+        sys.exit(code)
 
 
 def _run(verb: str, argv: list[str]) -> int:
@@ -85,14 +82,27 @@ def _run(verb: str, argv: list[str]) -> int:
     return code
 
 
-def _describe(error: OSError) -> str | None:
-    """A message for an error of the machine or of a path that no command has explained; None for others."""
-    place = f"{os.fsdecode(error.filename)}: " if isinstance(error.filename, str | bytes) else ""
-    if error.errno in _EXHAUSTED:
-        return redact(f"lmtrain: error: {place}{os.strerror(error.errno)}; {_EXHAUSTED[error.errno]}")
-    if error.errno in _PATHS and place:
-        return redact(f"lmtrain: error: {place}{os.strerror(error.errno)}")
-    return None
+def _describe(error: Exception) -> tuple[int, str | None]:
+    """Exit code and message for a limit of the machine or a path that no command has explained; no message for others.
+
+    Libraries raise errors of their own for such a limit, which have its text or its error as their context.
+    """
+    chain: list[BaseException] = [error]
+    while (before := chain[-1].__cause__ or chain[-1].__context__) is not None and before not in chain:
+        chain.append(before)
+    for each in chain:
+        for number, advice in _EXHAUSTED.items():
+            text = os.strerror(number)
+            if (isinstance(each, OSError) and each.errno == number) or text in str(each):
+                return 1, redact(f"lmtrain: error: {_place(each)}{text}; {advice}")
+    if isinstance(error, OSError) and error.errno in _PATHS and (place := _place(error)):
+        return 2, redact(f"lmtrain: error: {place}{os.strerror(error.errno)}")
+    return 1, None
+
+
+def _place(error: BaseException) -> str:
+    name = getattr(error, "filename", None)
+    return f"{os.fsdecode(name)}: " if isinstance(name, str | bytes) else ""
 
 
 def _require_usable_folder() -> None:
