@@ -36,6 +36,8 @@ class Section(BaseModel):
             annotation = str(cls.model_fields[info.field_name].annotation)
             if "bool" not in annotation and "Config" not in annotation and _NUMBER.search(annotation):
                 raise PydanticCustomError("bool_as_number", "expected a number, not true or false")
+        if isinstance(value, int) and abs(value) >= 2**63:
+            raise ValueError("expected a whole number below 9e18")
         return value
 
     @field_validator("*", mode="before")

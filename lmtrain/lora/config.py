@@ -11,7 +11,7 @@ from lmtrain.config.setting import changeable, identity
 class LoraConfig(Section):
     """Training of low-rank adapters (Hu et al. 2021) on the layers of a frozen base model."""
 
-    r: int = identity(8, ge=1, description="Rank of the adapters; alias: rank")
+    r: int = identity(8, ge=1, le=2**16, description="Rank of the adapters; alias: rank")
     alpha: float = identity(
         8.0, gt=0, description="The adapters' outputs are multiplied by alpha / r; alias: lora_alpha"
     )
