@@ -21,12 +21,13 @@ from lmtrain.preprocess.prepare import find_caches, require_text, start_build, w
 from lmtrain.run.config import RunConfig
 from lmtrain.run.identity import run_id
 from lmtrain.run.run import Run, resolve
+from lmtrain.run.without_effect import check_evaluation
 from lmtrain.runtime.distributed import ending_for_all, gather, start_processes
 from lmtrain.runtime.logging import errors_in_files, log, logging_restored, start_console_log
 from lmtrain.runtime.machine import is_cpu_only, keep_freed_memory
 from lmtrain.runtime.processes import Processes
 from lmtrain.runtime.signals import STOPPED_BY_SIGNAL, StopRequest
-from lmtrain.train.start.checks import check_before_data, check_evaluation, check_services, check_settings
+from lmtrain.train.start.checks import check_before_data, check_services, check_settings
 from lmtrain.train.start.run_length import length_of_data
 from lmtrain.train.start.run_logs import keep_tokenizer, open_log
 from lmtrain.weights.hf_config import resolve_hf

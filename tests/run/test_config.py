@@ -119,3 +119,11 @@ def test_values_outside_their_bounds_are_refused_with_the_setting(setting, value
         with pytest.raises(ValidationError) as refused:
             RunConfig.model_validate(settings)
         assert all(name in error["loc"] for error in refused.value.errors()), value
+
+
+def test_samples_that_do_not_fit_into_the_model_are_an_error_of_the_config():
+    changes = {"trainer__sample_prompts": ["a"], "model__seq_len": 128}
+    with pytest.raises(ValidationError) as caught:
+        build(**changes, trainer__sample_length=128)
+    assert [error["ctx"]["field"] for error in caught.value.errors()] == ["trainer.sample_length"]
+    build(**changes, trainer__sample_length=127)
