@@ -127,8 +127,8 @@ def _with_manifest(folder: str, recursive: bool) -> Iterator[str]:
             yield path
         if _STEP.fullmatch(os.path.basename(path)) or not (recursive or path == folder):
             folders.clear()
-        links = {name for name in folders if os.path.islink(os.path.join(path, name))}
-        folders.sort(key=lambda name, links=links: (name in links, name))  # a folder before its links
+        links = [name for name in folders if os.path.islink(os.path.join(path, name))]
+        folders[:] = [*sorted(set(folders).difference(links)), *sorted(links)]  # a folder before its links
 
 
 def _is_new(path: str, seen: set[tuple[int, int]]) -> bool:

@@ -75,6 +75,8 @@ def problem_of_text(text: str, is_raw: bool = False, names_run: bool = False) ->
         return "is not UTF-8 text, or has a NUL character"
     if is_raw:
         return None
+    if text != text.strip():
+        return f"begins or ends with white space: {text!r}"
     url = _PATH_OF_URL.search(redact(text))
     left = url[1] if url else text
     if names_run:

@@ -49,6 +49,7 @@ def test_a_bool_is_accepted_for_a_boolean_setting(name):
     [
         *((text, "is empty") for text in ("", "  ", "\n")),
         *((text, "not UTF-8") for text in ("a\0b", "caf\udce9")),
+        *((text, "white space") for text in ("cache ", "\tcache", "cache\r\n")),
         ("${SCRATCH}/cache", "${SCRATCH}"),
         ("/a/$USER/b", "$USER"),
         ("$(pwd)/a", "$(pwd)"),
