@@ -49,15 +49,20 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """Parse, and refuse names, paths and URLs that cannot be meant."""
         parsed, rest = super().parse_known_args(args, namespace)
-        for action in self._actions:
-            values = getattr(parsed, action.dest, None)
-            for text in values if isinstance(values, list) else [values]:
-                if action.metavar not in _TEXTS and isinstance(text, str) and (problem := problem_of_text(text)):
-                    raise UserError(f"{'/'.join(action.option_strings) or action.metavar}: {problem}")
+        _check_texts(self, parsed)
         return parsed, rest
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}\n{self.format_usage().rstrip()}")
+
+
+def _check_texts(parser: Parser, arguments: Any) -> None:
+    """Raise `UserError` for a name, path or URL that cannot be meant."""
+    for action in parser._actions:
+        values = getattr(arguments, action.dest, None)
+        for text in values if isinstance(values, list) else [values]:
+            if action.metavar not in _TEXTS and isinstance(text, str) and (problem := problem_of_text(text)):
+                raise UserError(f"{'/'.join(action.option_strings) or action.metavar}: {problem}")
 
 
 def parse_run(
