@@ -271,3 +271,11 @@ def test_settings_of_experts_that_the_model_does_not_have_are_refused(tmp_path, 
 def test_losses_of_the_routers_may_be_set(tmp_path):
     moe = with_moe(tmp_path, MIXTRAL, {"aux_loss": 0.5, "dropout": 0.1}).moe
     assert (moe.num_experts, moe.aux_loss, moe.dropout) == (4, 0.5, 0.1)
+
+
+@pytest.mark.parametrize("layers", [10**9, 1e300])
+def test_an_implausible_number_of_layers_is_refused_before_a_list_of_them_is_made(tmp_path, layers):
+    values = {"model_type": "llama", "num_hidden_layers": layers, "layer_types": [], "use_sliding_window": True}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(UserError, match="num_hidden_layers: expected at most 10,000"):
+        hf_settings(str(tmp_path))
