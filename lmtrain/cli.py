@@ -4,6 +4,7 @@ Exit codes: 0 done; 2 a user error, with one clear message; 75 stopped by a sign
 anything else.
 """
 
+import errno
 import importlib
 import os
 import sys
@@ -33,6 +34,16 @@ VERBS = {
 }
 
 
+# Resources of the machine that have run out: the command line and its files may be right.
+_EXHAUSTED = {
+    errno.EMFILE: "this process may open no more files: raise the limit with `ulimit -n 65536`",
+    errno.ENFILE: "this machine may open no more files: raise fs.file-max",
+    errno.ENOSPC: "disk full: free space, and run the same command again",
+    errno.EDQUOT: "disk quota exceeded: free space, and run the same command again",
+}
+_PATHS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR)
+
+
 def main(argv: list[str] | None = None) -> None:
     """Run a command and exit with its code."""
     with standard_streams(has_result=True):
@@ -50,9 +61,10 @@ def _main(argv: list[str]) -> int:
         if not isinstance(error, OutputError) or error.has_reader:
             print(f"lmtrain: error: {error}", file=sys.stderr)
         return 2 if isinstance(error, UserError) else 1
-    except Exception:
-        print(redact(traceback.format_exc()), end="", file=sys.stderr)
-        return 1
+    except Exception as error:
+        code, message = _describe(error)
+        print(message or redact(traceback.format_exc()).rstrip(), file=sys.stderr)
+        return code
 
 
 def _run(argv: list[str]) -> int:
@@ -70,10 +82,7 @@ def _run(argv: list[str]) -> int:
         raise UserError(
             f"unknown command {verb!r}; " + (f"did you mean {hint!r}?" if hint else f"one of: {', '.join(VERBS)}")
         )
-    try:
-        os.getcwd()
-    except FileNotFoundError:
-        raise UserError("the current folder has been deleted; change to another one") from None
+    _require_usable_folder()
     if verb != "doctor":  # doctor looks for all devices, and reports why there are none
         keep_to_cpus()
     command = importlib.import_module(f"lmtrain.commands.{VERBS[verb][0]}")
@@ -83,6 +92,39 @@ def _run(argv: list[str]) -> int:
     except SystemExit as done:  # of --help, and of unknown arguments
         code = int(done.code or 0)
     return code
+
+
+def _describe(error: Exception) -> tuple[int, str | None]:
+    """Exit code and message for a limit of the machine or a path that no command has explained; no message for others.
+
+    Libraries raise errors of their own for such a limit, which have its text or its error as their context.
+    """
+    chain: list[BaseException] = [error]
+    while (before := chain[-1].__cause__ or chain[-1].__context__) is not None and before not in chain:
+        chain.append(before)
+    for each in chain:
+        for number, advice in _EXHAUSTED.items():
+            text = os.strerror(number)
+            if (isinstance(each, OSError) and each.errno == number) or text in str(each):
+                return 1, redact(f"lmtrain: error: {_place(each)}{text}; {advice}")
+    if isinstance(error, OSError) and error.errno in _PATHS and (place := _place(error)):
+        return 2, redact(f"lmtrain: error: {place}{os.strerror(error.errno)}")
+    return 1, None
+
+
+def _place(error: BaseException) -> str:
+    name = getattr(error, "filename", None)
+    return f"{os.fsdecode(name)}: " if isinstance(name, str | bytes) else ""
+
+
+def _require_usable_folder() -> None:
+    """Raise `UserError` for a working folder whose path cannot be written to files that say where a run was."""
+    try:
+        os.getcwd().encode()
+    except FileNotFoundError:
+        raise UserError("the working folder was deleted; change to another one") from None
+    except UnicodeEncodeError:
+        raise UserError("the path of the working folder is not UTF-8; rename it, or change to another one") from None
 
 
 def usage() -> str:

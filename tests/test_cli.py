@@ -1,6 +1,8 @@
 """The `lmtrain` program: help, version, commands, exit codes, and imports."""
 
+import errno
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -9,7 +11,7 @@ import sys
 import pytest
 
 from lmtrain import __version__
-from lmtrain.cli import VERBS
+from lmtrain.cli import VERBS, main
 from lmtrain.config.errors import RunError
 
 SLOW = ["jax", "flax", "optax", "orbax", "grain", "numpy", "transformers", "tokenizers", "wandb", "tensorboardX"]
@@ -121,3 +123,56 @@ def test_quick_commands_import_nothing_slow(tmp_path, arguments):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "imported:"
+
+
+def _chained() -> Exception:
+    error = RuntimeError("failed to start a worker")
+    error.__cause__ = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (OSError(errno.EMFILE, "Too many open files", "a/b"), 1, "a/b: Too many open files; .*ulimit -n"),
+        (ImportError("libx.so: cannot open shared object file: Too many open files"), 1, ".*ulimit -n"),
+        (_chained(), 1, "Too many open files; .*ulimit -n"),
+        (OSError(errno.ENOSPC, "No space left on device", "a"), 1, "a: No space left on device; "),
+        (OSError(errno.EDQUOT, "Disk quota exceeded"), 1, "Disk quota exceeded; "),
+        (PermissionError(errno.EACCES, "Permission denied", "a"), 2, "a: Permission denied$"),
+        (OSError(errno.EROFS, "Read-only file system", "a"), 2, "a: Read-only file system$"),
+        (OSError(errno.ENAMETOOLONG, "File name too long", "https://me:planted@h/a"), 2, "https://...@h/a: "),
+    ],
+)
+def test_a_limit_of_the_machine_or_an_unusable_path_is_one_message(monkeypatch, capsys, error, code, message):
+    def fail(argv):
+        raise error
+
+    monkeypatch.setattr("lmtrain.commands.checkpoint.run", fail)
+    with pytest.raises(SystemExit) as caught:
+        main(["checkpoint", "list", "a"])
+    printed = capsys.readouterr().err
+    assert caught.value.code == code
+    assert re.match(f"lmtrain: error: {message}", printed)
+    assert "Traceback" not in printed
+
+
+def test_a_bug_is_a_traceback(monkeypatch, capsys):
+    def fail(argv):
+        raise FileNotFoundError(errno.ENOENT, "No such file or directory", "a")
+
+    monkeypatch.setattr("lmtrain.commands.checkpoint.run", fail)
+    with pytest.raises(SystemExit) as caught:
+        main(["checkpoint", "list", "a"])
+    assert caught.value.code == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_working_folder_that_was_deleted_is_a_user_error(monkeypatch, capsys, tmp_path):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(SystemExit) as caught:
+        main(["checkpoint", "list", "a"])
+    assert caught.value.code == 2
+    assert "working folder was deleted" in capsys.readouterr().err

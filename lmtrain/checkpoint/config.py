@@ -8,7 +8,7 @@ from pydantic import field_validator, model_validator
 
 from lmtrain.config.durations import Duration
 from lmtrain.config.errors import field_error
-from lmtrain.config.section import Section
+from lmtrain.config.section import RunPath, Section
 from lmtrain.config.setting import changeable, tunable
 from lmtrain.runtime.run_path import fill_run_id, run_path
 
@@ -33,7 +33,7 @@ class BestConfig(Section):
 class CheckpointerConfig(Section):
     """Saving of checkpoints: time-based ones are temporary and replaced, step-based ones are permanent."""
 
-    base_path: str = changeable(
+    base_path: RunPath = changeable(
         "checkpoints/", min_length=1, description="Checkpoint folder; the run id is appended, or replaces ${run_id}"
     )
     append_run_id_to_base_path: bool = changeable(

@@ -15,6 +15,8 @@ from lmtrain.config.errors import UserError
 from lmtrain.runtime.storage import is_url, join, list_files, list_names, read_json
 
 RUN_INFO = "run.json"
+# More folders are no folder of checkpoints, but a file system, such as / or /proc.
+_MAX_FOLDERS = 20_000
 _STEP = re.compile(r"step-(0|[1-9]\d*)")
 _PARTIAL = re.compile(_STEP.pattern + r"\.partial")
 
@@ -114,8 +116,27 @@ def _with_manifest(folder: str, recursive: bool) -> Iterator[str]:
             if name == NAME and not any(map(_STEP.fullmatch, inner.split("/")[:-1])):
                 yield join(folder, inner)
         return
+    seen: set[tuple[int, int]] = set()
     for path, folders, names in os.walk(folder, followlinks=True):
+        if not _is_new(path, seen):  # links may form a loop
+            folders.clear()
+            continue
+        if len(seen) > _MAX_FOLDERS:
+            raise UserError(f"checkpoint {folder}: has more than {_MAX_FOLDERS:,} folders; name the folder of a run")
         if NAME in names:
             yield path
         if _STEP.fullmatch(os.path.basename(path)) or not (recursive or path == folder):
             folders.clear()
+        links = [name for name in folders if os.path.islink(os.path.join(path, name))]
+        folders[:] = [*sorted(set(folders).difference(links)), *sorted(links)]  # a folder before its links
+
+
+def _is_new(path: str, seen: set[tuple[int, int]]) -> bool:
+    """Whether this folder, which may have several paths, is not among `seen`; it is added."""
+    try:
+        state = os.stat(path)
+    except OSError:  # deleted meanwhile
+        return False
+    key, number = (state.st_dev, state.st_ino), len(seen)
+    seen.add(key)
+    return len(seen) > number

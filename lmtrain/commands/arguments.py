@@ -6,13 +6,14 @@ import os
 import sys
 from collections.abc import Callable
 from glob import glob
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from lmtrain.config.describe import describe, format_settings
 from lmtrain.config.errors import UserError
 from lmtrain.config.load import LoadedConfig, load_config
 from lmtrain.config.overrides import split_overrides
 from lmtrain.config.redact import find_masked, redact
+from lmtrain.config.section import problem_of_text
 from lmtrain.config.suggest import suggest_name
 from lmtrain.run.config import RunConfig
 from lmtrain.run.identity import run_id
@@ -23,6 +24,9 @@ from lmtrain.run.run import Run
 _SYNONYMS = {name: f"trainer.ray.{name}" for name in ("address", "start_workers", "auto_start_cluster")}
 
 _MAX_LISTED = 10
+
+# Metavars of arguments that are neither names nor paths: `$` and braces are ordinary characters in them.
+_TEXTS = (None, "TEXT", "TEMPLATE", "TOKEN,...")
 
 
 class Parser(argparse.ArgumentParser):
@@ -42,8 +46,23 @@ class Parser(argparse.ArgumentParser):
         text = super().format_help()
         return f"{text}\n{format_settings(describe(RunConfig))}" if self._lists_settings else text
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """Parse, and refuse names, paths and URLs that cannot be meant."""
+        parsed, rest = super().parse_known_args(args, namespace)
+        _check_texts(self, parsed)
+        return parsed, rest
+
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}\n{self.format_usage().rstrip()}")
+
+
+def _check_texts(parser: Parser, arguments: Any) -> None:
+    """Raise `UserError` for a name, path or URL that cannot be meant."""
+    for action in parser._actions:
+        values = getattr(arguments, action.dest, None)
+        for text in values if isinstance(values, list) else [values]:
+            if action.metavar not in _TEXTS and isinstance(text, str) and (problem := problem_of_text(text)):
+                raise UserError(f"{'/'.join(action.option_strings) or action.metavar}: {problem}")
 
 
 def parse_run(
@@ -72,7 +91,7 @@ def parse_run(
         if hint:
             raise UserError(f"--{name}: no such flag; did you mean {hint}?")
     arguments = parser.parse_args(rest)
-    configs = [path for path in [arguments.config, *(arguments.config_flags or [])] if path]
+    configs = [path for path in [arguments.config, *(arguments.config_flags or [])] if path is not None]
     if getattr(arguments, "run", None):
         return arguments, _kept_run(arguments.run, overrides, configs)
     if not configs and not needs_config(arguments):

@@ -9,7 +9,9 @@ from lmtrain.config.redact import redact
 from lmtrain.config.schema import build_schema
 from lmtrain.config.show import show
 from lmtrain.run.config import RunConfig, resolved
+from lmtrain.run.masked import require_secrets
 from lmtrain.run.run import Run, resolve
+from lmtrain.run.without_effect import check_evaluation, may_validate, without_effect
 
 
 def run(argv: list[str]) -> int:
@@ -28,6 +30,14 @@ def run(argv: list[str]) -> int:
 
 def _check(argv: list[str]) -> int:
     _, run = parse_run(Parser("config check", "Validate a config without running anything."), argv)
+    require_secrets(run.loaded, trains=True)
+    check_evaluation(run.config, may_validate(run.config) and run.config.trainer.evaluates)
+    for path, text in without_effect(run.config).items():
+        origin = run.loaded.tree.origin_of(path)
+        place = f"{origin}: " if origin is not None and origin.line is not None else ""
+        print(f"note: {place}{text}", file=sys.stderr)
+    if not any(source.has_train or source.demo for source in run.config.data.sources().values()):
+        print("note: data.train_urls: no text for training, which `lmtrain train` requires", file=sys.stderr)
     print(f"{redact(run.loaded.path)}: ok, run id {run.id}")
     return 0
 

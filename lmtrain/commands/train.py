@@ -7,7 +7,7 @@ first, the program is built before that.
 
 import sys
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import TYPE_CHECKING
 
 from lmtrain.commands.arguments import Parser, parse_run
@@ -21,13 +21,14 @@ from lmtrain.preprocess.prepare import find_caches, require_text, start_build, w
 from lmtrain.run.config import RunConfig
 from lmtrain.run.identity import run_id
 from lmtrain.run.run import Run, resolve
+from lmtrain.run.without_effect import check_evaluation
 from lmtrain.runtime.distributed import ending_for_all, gather, start_processes
-from lmtrain.runtime.logging import log, logging_restored, start_console_log
+from lmtrain.runtime.logging import errors_in_files, log, logging_restored, start_console_log
 from lmtrain.runtime.machine import is_cpu_only, keep_freed_memory
 from lmtrain.runtime.output import standard_streams
 from lmtrain.runtime.processes import Processes
 from lmtrain.runtime.signals import STOPPED_BY_SIGNAL, StopRequest
-from lmtrain.train.start.checks import check_before_data, check_evaluation, check_services, check_settings
+from lmtrain.train.start.checks import check_before_data, check_services, check_settings
 from lmtrain.train.start.run_length import length_of_data
 from lmtrain.train.start.run_logs import keep_tokenizer, open_log
 from lmtrain.weights.hf_config import resolve_hf
@@ -78,7 +79,8 @@ def _start(run: Run, began: float) -> int:
         check_services(run.config, processes)
         log.info(f"run {run.id}")
         open_log(run, processes)
-        return _with_data(run, processes, began)
+        with errors_in_files() if processes.count == 1 else nullcontext():  # of several, each ends with a log of it
+            return _with_data(run, processes, began)
 
 
 def _with_data(run: Run, processes: Processes, began: float) -> int:

@@ -41,8 +41,8 @@ def load_config(model: type[ConfigT], config: str, overrides: Sequence[tuple[str
     try:
         return LoadedConfig(model.model_validate(tree.data), tree, path)
     except ValidationError as error:
-        problems = describe_problems(model, tree, error)
-        count = f"{len(problems)} problems" if len(problems) > 1 else "a problem"
+        number, problems = describe_problems(model, tree, error)
+        count = f"{number:,} problems" if number > 1 else "a problem"
         place = " or on the command line" if overrides else ""
         report = "\n".join(f"  {line}" for line in problems)
         raise UserError(f"{path}: {count} in the config{place}\n{report}") from None

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
+from lmtrain.config.encodings import require_utf8
 from lmtrain.config.errors import UserError
 from lmtrain.config.other_systems import SWITCHES
 from lmtrain.config.spellings import combine
@@ -54,6 +55,9 @@ def apply_overrides(
         path: Path = tuple(name.split("."))
         if not all(path):
             raise UserError(f"{flag}: expected a dotted name such as --trainer.num_train_steps")
+        if not text.strip():
+            raise UserError(f"{flag}: the value is empty, as an unset variable of a shell is; write null for no value")
+        require_utf8(f"{name}={text}", flag)
         if text.startswith("include "):
             new = include_value(text.removeprefix("include ").strip(), flag, path)
         else:

@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Iterable
 from copy import deepcopy
 from datetime import date
 from typing import Any
@@ -17,25 +16,28 @@ from lmtrain.config.tree import ConfigTree, Path, dotted
 
 _EXPECTED = "Input should be "
 _SHOWN_CHARACTERS = 60
+_SHOWN_PROBLEMS = 20
 
 
-def describe_problems(model: type[BaseModel], tree: ConfigTree, error: ValidationError) -> list[str]:
-    """One line for each invalid value, even where pydantic reports one problem for each type of a union."""
+def describe_problems(model: type[BaseModel], tree: ConfigTree, error: ValidationError) -> tuple[int, list[str]]:
+    """The number of invalid values, and a line for each of the first ones.
+
+    It is one line even where pydantic reports one problem for each type of a union.
+    """
     by_path: dict[Path, list[Any]] = {}
     for problem in error.errors(include_url=False):
         path = _written_path(tree, problem["loc"], problem["type"] == "missing")
         by_path.setdefault(path, []).append(problem)
-    return [
-        _describe(model, tree, path, problems)
+    # problems inside a list or map explain it better than "not a number" from another member of the union does
+    outer = {path[:end] for path in by_path for end in range(len(path))}
+    places = [
+        path
         for path, problems in by_path.items()
-        if not _is_explained_below(path, problems, by_path)
+        if path not in outer or not all(problem["type"].endswith("_type") for problem in problems)
     ]
-
-
-def _is_explained_below(path: Path, problems: list[Any], by_path: Iterable[Path]) -> bool:
-    """Whether problems inside a list or map explain it better than "not a number" from another union member does."""
-    inside = any(other[: len(path)] == path and len(other) > len(path) for other in by_path)
-    return inside and all(problem["type"].endswith("_type") for problem in problems)
+    lines = [_describe(model, tree, path, by_path[path]) for path in places[:_SHOWN_PROBLEMS]]
+    rest = len(places) - len(lines)
+    return len(places), [*lines, *([f"and {rest:,} more"] if rest else [])]
 
 
 def _describe(model: type[BaseModel], tree: ConfigTree, path: Path, problems: list[Any]) -> str:
@@ -79,7 +81,7 @@ def _describe(model: type[BaseModel], tree: ConfigTree, path: Path, problems: li
         return f"{place}{name}: {message}"
     if kind in ("model_type", "dict_type"):
         message = "expected a map of settings"
-    is_said = isinstance(seen, dict | list | BaseModel) or kind == "bool_as_number" or message.endswith("?")
+    is_said = isinstance(seen, dict | list | BaseModel) or kind in ("bool_as_number", "text") or message.endswith("?")
     shown = "" if is_said else f", not {_as_written(seen)}"
     return f"{place}{name}: {message}{shown}" if name else f"{place}{message}"
 

@@ -29,11 +29,22 @@ _SPECIAL_TOKEN = re.compile(
 # Maps whose names are chosen by the user and name text sources, not settings.
 _NAMES_OF_SOURCES = {("data", "configs"), ("data", "train_weights"), ("objective", "source_weights")}
 
-# In the second form, that of keys of S3, the password contains `/`; a number after the colon is a port.
+# A URL may be a part of other text, so what is in doubt is user info. Its forms: user and password, which may contain
+# any characters; keys of S3, whose password contains `/`; a user or a token alone. A number is a port, unless a host
+# follows.
+_PORT = r"""\d{1,5}(?:[/?#\s:,;)\]}>]|['"`](?:[\s,:;)\]}>]|$)|$)(?![^/\n]*@[\w.:\[\]-]+/)"""
 _USER_INFO = re.compile(
-    r"""(?<=://)(?P<user>[^/\s'"<>`]+|[^/\s:@'"<>`]+:(?!\d+(?:[/?#\s]|$))(?:(?!//)[^\s@'"<>`])*)@"""
+    rf"""(?<=://)(?:
+        [^/\s:@?\#'"<>`\[,]*:(?!\s|{_PORT})(?:(?!://)[^/\n])*@(?=[\w\[.*-])
+        |[^/\s:@'"<>`\[]+:(?!\s|{_PORT})(?:(?!//)[^@\n])*@
+        |[^/\s'"<>`]+@
+    )""",
+    re.VERBOSE,
 )
-_QUERY = re.compile(r"""\?(?P<parameters>[^\s'"<>`]*[^\s'"<>`:,.;)\]}])""")
+# A quote ends a URL only where it may be the one that closes a text.
+_IN_QUERY = r"""(?:[^\s'"<>`]|['"`](?![\s,:;.)\]}>]|$))"""
+_QUERY = re.compile(rf"""\?(?P<parameters>{_IN_QUERY}*(?:[^\s'"<>`:,.;)\]}}]|(?<=\*)\*))""")
+_FRAGMENT = re.compile(r"""(?P<before>://[^\s'"<>`?#]*)\#(?P<parameters>[^\s'"<>`]*[^\s'"<>`:,.;)\]}])""")
 _ALL_PARAMETERS = re.compile(r"(://[^?\s]*)\?\S+")
 _SIGNATURE = re.compile(r"(^|_)(sig|sign|signature)$")
 _CREDENTIALS = {"key", "auth", "authorization", "jwt", "google_access_id"}
@@ -117,27 +128,29 @@ class _Masking:
 
     def _text(self, text: str, path: _Path) -> str:
         if "://" in text:
-            text = _USER_INFO.sub(lambda match: self._user_info(match["user"], path), text)
-        return _QUERY.sub(lambda match: self._query(match["parameters"], path), text)
+            text = _USER_INFO.sub(lambda match: self._user_info(match[0][:-1], path), text)
+            text = _FRAGMENT.sub(lambda match: match["before"] + self._query("#", match["parameters"], path), text)
+        return _QUERY.sub(lambda match: self._query("?", match["parameters"], path), text)
 
     def _user_info(self, user_info: str, path: _Path) -> str:
         password = user_info.partition(":")[2]
         return self._mask(user_info, path, *({password, unquote(password)} - {""})) + "@"
 
-    def _query(self, query: str, path: _Path) -> str:
+    def _query(self, mark: str, query: str, path: _Path) -> str:
         parameters = [part.partition("=") for part in query.split("&")]
         names = [_snake_case(unquote(name)) for name, _, _ in parameters]
         is_signed = any(map(_SIGNATURE.search, names))
         kept, is_masked = [], False
         for name, (written, equals, value) in zip(names, parameters, strict=True):
-            if written == MASK or (value and _is_credential(name)):
+            in_fragment = (_snake_case(unquote(part.partition("=")[0])) for part in value.split("#")[1:])
+            if written == MASK or (value and any(map(_is_credential, (name, *in_fragment)))):
                 self._mask(value or written, path)
                 is_masked = True
             elif is_signed and _PART_OF_SIGNATURE.fullmatch(name):
                 is_masked = True
             else:
                 kept.append(written + equals + value)
-        return "?" + "&".join([*kept, MASK] if is_masked else kept)
+        return mark + "&".join([*kept, MASK] if is_masked else kept)
 
 
 def _says_secret(name: Any, value: Any) -> bool:

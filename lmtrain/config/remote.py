@@ -50,6 +50,31 @@ def open_fs(path: str) -> tuple[Any, str]:
     return fs, inside
 
 
+def read_small(url: str, limit: int, seconds: float = 60.0) -> bytes | None:
+    """Content of a file of at most `limit` bytes; None if it is larger. Call it within `remote_errors`.
+
+    A web server may send more than it says, compressed, or nothing at all: so reading ends at the limit, and after
+    `seconds` with TimeoutError.
+    """
+    fs, inside = open_fs(url)
+    if not url.startswith(("http://", "https://")):
+        content: bytes | None = fs.cat_file(inside) if fs.info(inside)["size"] <= limit else None
+        return content
+    import aiohttp
+
+    read = b""
+    try:
+        timeout = aiohttp.ClientTimeout(total=seconds)
+        with fs.open(
+            inside, "rb", block_size=0, size=1, timeout=timeout
+        ) as file:  # a stream, without asking for the size
+            while len(read) <= limit and (part := file.read(limit + 1 - len(read))):
+                read += part
+    except TimeoutError:
+        raise TimeoutError(f"the server did not send all of it within {seconds:.0f} s") from None
+    return read if len(read) <= limit else None
+
+
 @functools.cache
 def _set_defaults(scheme: str) -> None:
     """Set timeouts, in seconds, where the libraries have none or wait for minutes; and retries.

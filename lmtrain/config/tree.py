@@ -4,7 +4,7 @@ The settings of a run are trees merged in order: included files, the config file
 key by key, everything else is replaced, and a value keeps its origin.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
@@ -48,7 +48,7 @@ class ConfigTree:
     def remove(self, path: Path) -> None:
         """Remove a value, with the origins of everything in it."""
         del value_at(self.data, path[:-1])[path[-1]]
-        self._forget(path)
+        self._forget({path})
 
     def move_origins(self, old: Path, new: Path) -> None:
         """Let the origins of the value at `old` be those of the value at `new`."""
@@ -58,22 +58,32 @@ class ConfigTree:
     def merge(self, over: "ConfigTree") -> "ConfigTree":
         """This tree with the other one over it: maps are merged recursively, lists and scalars are replaced."""
         merged = self.copy()
-        merged._merge(merged.data, over.data, ())
+        replaced: set[Path] = set()
+        _merge(merged.data, over.data, (), replaced)
+        merged._forget(replaced)
         merged.origins |= over.origins
         merged.notices += over.notices
         return merged
 
-    def _merge(self, below: dict[str, Any], above: dict[str, Any], at: Path) -> None:
-        for key, value in above.items():
-            if isinstance(value, dict) and isinstance(below.get(key), dict):
-                self._merge(below[key], value, (*at, key))
-            else:
-                self._forget((*at, key))
-                below[key] = value
+    def _forget(self, replaced: Collection[Path]) -> None:
+        """Remove the origins of these values, and of everything in them."""
+        if replaced:
+            self.origins = {
+                path: origin
+                for path, origin in self.origins.items()
+                if not any(path[:end] in replaced for end in range(1, len(path) + 1))
+            }
 
-    def _forget(self, path: Path) -> None:
-        for stale in [other for other in self.origins if other[: len(path)] == path]:
-            del self.origins[stale]
+
+def _merge(below: dict[str, Any], above: dict[str, Any], at: Path, replaced: set[Path]) -> None:
+    """Merge `above` into `below`, which are at `at`, and collect the paths of the values that it replaces."""
+    for key, value in above.items():
+        if isinstance(value, dict) and isinstance(below.get(key), dict):
+            _merge(below[key], value, (*at, key), replaced)
+        else:
+            if key in below:
+                replaced.add((*at, key))
+            below[key] = value
 
 
 def lift(tree: ConfigTree, at: Path) -> ConfigTree:

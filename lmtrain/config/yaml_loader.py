@@ -12,7 +12,7 @@ Includes can be nested.
 import io
 import os
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import yaml
@@ -22,11 +22,16 @@ from lmtrain.config.errors import UserError
 from lmtrain.config.redact import redact
 from lmtrain.config.spellings import combine
 from lmtrain.config.tree import ConfigTree, Origin, Path, lift, value_at
-from lmtrain.config.yaml_scalars import Loader
+from lmtrain.config.yaml_scalars import Loader, TooManyNodesError
 
-# A config has a few hundred values. Without a limit, ten short lines of aliases to aliases exhaust the memory.
+# A config has a few hundred values, in a few files. Without limits, ten short lines of aliases to aliases, or of
+# includes of files with includes, exhaust the memory.
 MAX_VALUES = 100_000
 MAX_BYTES = 10_000_000
+MAX_FILES = 1000
+_MAX_INCLUDES = 20
+_MAX_DEPTH = 100
+_MAX_DIGITS = 4000  # Python converts no more at once
 
 # An unindented !include merges an entire file at the top level; YAML has no syntax for that.
 _TOP_INCLUDE = re.compile(r"^!include[ \t]+(?P<path>[^\s#][^#\n]*?)[ \t]*(?:#.*)?$", re.MULTILINE)
@@ -35,19 +40,41 @@ _TOP_INCLUDE = re.compile(r"^!include[ \t]+(?P<path>[^\s#][^#\n]*?)[ \t]*(?:#.*)
 Chain = tuple[Origin, ...]
 
 
+@dataclass
+class _Read:
+    """What has been read of a config so far, with its includes."""
+
+    files: int = 0
+    values: int = 0
+
+
 def load_file(path: str) -> ConfigTree:
     """Load one YAML file and all files it includes. Raises `UserError` with file and line for any error."""
-    return combine(ConfigTree(), _load_map(path, (), ()))
+    return combine(ConfigTree(), _load_map(path, (), (), _Read()))
 
 
 def parse_value(text: str, flag: str) -> Any:
     """The value of a command-line override, read as YAML."""
     try:
-        node = Loader(text).get_single_node()
+        node = _compose(text, flag)
+        return None if node is None else _Builder(flag, _Read()).build(node, ()).data
+    except RecursionError:
+        raise UserError(f"{flag}: nested too deeply") from None
     except yaml.YAMLError as error:
         (shown,) = redact({flag.rpartition(".")[2]: text}).values()
         raise UserError(f"{flag}: {shown!r} is not valid YAML: {_problem(error)}") from None
-    return None if node is None else _Builder(flag).build(node, ()).data
+
+
+def _compose(text: str, source: str, is_file: bool = False) -> yaml.Node | None:
+    """The nodes of a YAML text. Raises `UserError` if they are too many, before all are read."""
+    loader = Loader(text)
+    node: yaml.Node | None
+    try:
+        node = loader.get_single_node()
+    except TooManyNodesError as error:
+        place = Origin(source, error.line + 1 if is_file else None)
+        raise UserError(f"{place}: {error}; is it a config?") from None
+    return node
 
 
 def include_value(path: str, flag: str, at: Path) -> ConfigTree:
@@ -60,7 +87,7 @@ def include_value(path: str, flag: str, at: Path) -> ConfigTree:
     shipped = os.path.join(shipped_configs(), path)
     if "://" not in path and not os.path.exists(path) and os.path.isfile(shipped):
         path = shipped
-    return lift(_load_map(path, (), at), at)
+    return lift(_load_map(path, (), at, _Read()), at)
 
 
 def shipped_configs() -> str:
@@ -70,24 +97,28 @@ def shipped_configs() -> str:
     return installed if os.path.isdir(installed) else os.path.join(os.path.dirname(package), "configs")
 
 
-def _load_map(path: str, chain: Chain, at: Path) -> ConfigTree:
+def _load_map(path: str, chain: Chain, at: Path, so_far: _Read) -> ConfigTree:
     """Load a file that must contain a map of settings, or nothing."""
-    tree = _load(path, chain, at, needs_map=True)
+    tree = _load(path, chain, at, so_far, needs_map=True)
     return ConfigTree() if tree.data is None else tree
 
 
-def _load(path: str, chain: Chain, at: Path, needs_map: bool = False) -> ConfigTree:
+def _load(path: str, chain: Chain, at: Path, so_far: _Read, needs_map: bool = False) -> ConfigTree:
     """Load any file, to be placed at `at` in the config. As in all trees below, data is the value at `at` alone."""
     if path in (origin.source for origin in chain):
         raise UserError(f"circular !include: {' -> '.join([*map(str, chain), path])}")
+    so_far.files += 1
+    if len(chain) > _MAX_INCLUDES or so_far.files > MAX_FILES:
+        limit = f"{_MAX_INCLUDES} files deep" if len(chain) > _MAX_INCLUDES else f"of more than {MAX_FILES:,} files"
+        raise UserError(f"{chain[-1] if chain else path}: an !include {limit}; is one of them included by mistake?")
     text = _read(path, chain)
     below = ConfigTree(None)
     for match in _TOP_INCLUDE.finditer(text):
         origin = Origin(path, text.count("\n", 0, match.start()) + 1)
-        below = _under(below, _load_map(_relative_to(path, match["path"]), (*chain, origin), at), at)
+        below = _under(below, _load_map(_relative_to(path, match["path"]), (*chain, origin), at, so_far), at)
     try:
-        node = Loader(_TOP_INCLUDE.sub("", text)).get_single_node()
-        tree = ConfigTree(None) if node is None else _Builder(path, chain, is_file=True).build(node, at)
+        node = _compose(_TOP_INCLUDE.sub("", text), path, is_file=True)
+        tree = ConfigTree(None) if node is None else _Builder(path, so_far, chain, is_file=True).build(node, at)
     except RecursionError:
         raise UserError(f"{path}: nested too deeply") from None
     except yaml.YAMLError as error:
@@ -112,9 +143,7 @@ def _read(path: str, chain: Chain) -> str:
     included = f" (included from {' -> '.join(map(str, chain))})" if chain else ""
     try:
         content = _content(path)
-        if len(content) > MAX_BYTES:
-            raise UserError(f"{path}: larger than {MAX_BYTES:,} bytes; is it a config?")
-        return io.TextIOWrapper(io.BytesIO(content), encoding="utf-8").read()
+        return io.TextIOWrapper(io.BytesIO(content), encoding="utf-8-sig").read()
     except FileNotFoundError:
         raise UserError(f"{path}: no such file{included}") from None
     except UserError as error:
@@ -126,19 +155,27 @@ def _read(path: str, chain: Chain) -> str:
 
 
 def _content(path: str) -> bytes:
-    """Content of a file, at most one byte more than a config may have."""
+    """Content of a file. Raises `UserError` if it is larger than a config may be."""
     local = path.removeprefix("file://")
     if "://" in local:
-        from lmtrain.config.remote import open_fs, remote_errors
+        from lmtrain.config.remote import read_small, remote_errors
 
         with remote_errors(path, "read", missing_too=False):
-            fs, inside = open_fs(path)
-            content: bytes = fs.cat_file(inside)
-            return content
+            content = read_small(path, MAX_BYTES)
+        if content is None:
+            raise _too_large(path)
+        return content
     if os.path.exists(local) and not os.path.isfile(local) and not os.path.isdir(local):
         raise UserError(f"{path}: not a regular file")  # reading a device or a pipe may never end
     with open(local, "rb") as file:
-        return file.read(MAX_BYTES + 1)
+        content = file.read(MAX_BYTES + 1)
+    if len(content) > MAX_BYTES:
+        raise _too_large(path)
+    return content
+
+
+def _too_large(path: str) -> UserError:
+    return UserError(f"{path}: larger than {MAX_BYTES:,} bytes; is it a config?")
 
 
 def _problem(error: yaml.YAMLError) -> str:
@@ -151,18 +188,22 @@ def _problem(error: yaml.YAMLError) -> str:
 class _Builder:
     """Converts the YAML nodes of one file to plain data and origins."""
 
-    def __init__(self, source: str, chain: Chain = (), is_file: bool = False):
+    def __init__(self, source: str, so_far: _Read, chain: Chain = (), is_file: bool = False):
         self.source = source
+        self.so_far = so_far
         self.chain = chain
         self.is_file = is_file
         self.scalars = Loader("")
         self.open: list[yaml.Node] = []  # the nodes that enclose the current one
-        self.count = 0  # values built so far: nested aliases multiply
 
     def build(self, node: yaml.Node, at: Path) -> ConfigTree:
-        self.count += 1
-        if self.count > MAX_VALUES:
-            raise UserError(f"{self._origin(node)}: with its aliases this file has more than {MAX_VALUES:,} values")
+        self.so_far.values += 1  # nested aliases and includes multiply
+        if self.so_far.values > MAX_VALUES:
+            raise UserError(
+                f"{self._origin(node)}: with aliases and includes there are more than {MAX_VALUES:,} values"
+            )
+        if len(self.open) > _MAX_DEPTH:
+            raise UserError(f"{self._origin(node)}: nested too deeply")
         if node.tag == "!include":
             return self._include(node, at)
         if isinstance(node, yaml.ScalarNode):
@@ -180,7 +221,9 @@ class _Builder:
         try:
             return self.scalars.construct_object(node)
         except (yaml.YAMLError, ValueError) as error:
-            problem = _problem(error) if isinstance(error, yaml.YAMLError) else error
+            problem: Any = _problem(error) if isinstance(error, yaml.YAMLError) else error
+            if len(node.value) > _MAX_DIGITS:
+                problem = f"a number with {len(node.value):,} digits"
             raise UserError(f"{self._origin(node)}: {problem}") from None
 
     def _list(self, node: yaml.Node, at: Path) -> ConfigTree:
@@ -232,7 +275,7 @@ class _Builder:
         if not self.is_file:
             raise UserError(f'{self.source}: write "include {node.value}" (without !) on the command line')
         path = _relative_to(self.source, node.value)
-        built = _load(path, (*self.chain, self._origin(node)), at)
+        built = _load(path, (*self.chain, self._origin(node)), at, self.so_far)
         if isinstance(built.data, str):  # later messages would quote a file that may hold anything, such as a password
             raise UserError(f"{path}: holds a text, not settings (included from {self._origin(node)})")
         return built

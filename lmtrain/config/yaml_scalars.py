@@ -1,12 +1,35 @@
 """PyYAML's safe loader with the numbers of YAML 1.2: `6E-4` is a float, `010` is ten and `1:30` is text."""
 
 import re
+from typing import Any
 
 import yaml
 
 
+class TooManyNodesError(Exception):
+    """A text has more nodes than it may. `line` is that of the first one too many, from 0."""
+
+    def __init__(self, what: str, line: int):
+        super().__init__(what)
+        self.line = line
+
+
 class Loader(yaml.SafeLoader):
     """Composes nodes and constructs scalars; `yaml_loader.py` converts maps and lists."""
+
+    max_nodes = 200_000  # keys and values
+    max_keys = 5000  # of a map
+    num_nodes = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """The next node. Raises `TooManyNodesError`."""
+        self.num_nodes += 1
+        if self.num_nodes > self.max_nodes:
+            raise TooManyNodesError(f"more than {self.max_nodes:,} values", self.peek_event().start_mark.line)
+        if isinstance(parent, yaml.MappingNode) and index is None and len(parent.value) >= self.max_keys:
+            raise TooManyNodesError(f"a map with more than {self.max_keys:,} names", self.peek_event().start_mark.line)
+        node: yaml.Node | None = super().compose_node(parent, index)
+        return node
 
 
 def _use_yaml_1_2_numbers() -> None:

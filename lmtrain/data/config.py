@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, StrictInt, model_validator
 
 from lmtrain.config.errors import field_error
-from lmtrain.config.section import Section
+from lmtrain.config.section import RawText, Section
 from lmtrain.config.setting import execution, identity
 from lmtrain.data.formats import (
     ChatFormat,
@@ -41,7 +41,7 @@ class SourceConfig(Section):
         description="What a record is: text, a conversation, a prompt and its completion, a pair of answers of which "
         "one is preferred, or token ids",
     )
-    text_key: str = identity("text", description="Key (or Parquet column) of the text in each record", min_length=1)
+    text_key: RawText = identity("text", description="Key (or Parquet column) of the text in each record", min_length=1)
     text_documents: Literal["line", "blank_line", "file"] = identity(
         "line",
         description="Unit of one document in a .txt file: a line, a block between blank lines, or the entire file",

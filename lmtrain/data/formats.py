@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Tag, model_validator
 
 from lmtrain.config.errors import field_error
-from lmtrain.config.section import Section, by_type
+from lmtrain.config.section import FreeText, RawText, Section, by_type
 from lmtrain.config.setting import identity
 from lmtrain.hf.config import RENDERER_NAMES
 
@@ -50,10 +50,12 @@ class ChatFormat(Section):
     """Records with a conversation, a list of messages {role, content}, written by a chat template."""
 
     type: Literal["chat"] = identity("chat", description="Kind of record")
-    messages_field: str = identity("messages", min_length=1, description="Key of the list of messages in each record")
-    chat_template: str | None = _chat_template()
+    messages_field: RawText = identity(
+        "messages", min_length=1, description="Key of the list of messages in each record"
+    )
+    chat_template: RawText | None = _chat_template()
     chat_template_kwargs: dict[str, Any] = _template_variables()
-    ignored_fields: list[str] = _ignored_fields()
+    ignored_fields: list[RawText] = _ignored_fields()
     loss_on: Literal["assistant", "all", "last"] = identity(
         "assistant", description="Targets: tokens of the assistant's messages, of all messages, or of its last message"
     )
@@ -71,10 +73,10 @@ class CompletionFormat(Section):
     """Records with a prompt and its completion, whose tokens are the targets, followed by an EOS token."""
 
     type: Literal["completion"] = identity("completion", description="Kind of record")
-    input_field: str = identity("prompt", min_length=1, description="Key of the prompt in each record")
-    output_field: str = identity("completion", min_length=1, description="Key of the completion in each record")
-    separate_with: str = identity("", description="Text between prompt and completion; not a target")
-    ignored_fields: list[str] = _ignored_fields()
+    input_field: RawText = identity("prompt", min_length=1, description="Key of the prompt in each record")
+    output_field: RawText = identity("completion", min_length=1, description="Key of the completion in each record")
+    separate_with: FreeText = identity("", description="Text between prompt and completion; not a target")
+    ignored_fields: list[RawText] = _ignored_fields()
     too_long: TooLong = identity(
         "cut", description="Action for a record longer than seq_len: cut off its end, or drop it"
     )
@@ -88,17 +90,17 @@ class PreferenceFormat(Section):
     """
 
     type: Literal["preference"] = identity("preference", description="Kind of record")
-    prompt_field: str = identity(
+    prompt_field: RawText = identity(
         "prompt",
         min_length=1,
         description="Key of the prompt in each record; in a record without it, the prompt is what both answers have in "
         "common at their start",
     )
-    chosen_field: str = identity("chosen", min_length=1, description="Key of the preferred answer in each record")
-    rejected_field: str = identity("rejected", min_length=1, description="Key of the other answer in each record")
-    chat_template: str | None = _chat_template()
+    chosen_field: RawText = identity("chosen", min_length=1, description="Key of the preferred answer in each record")
+    rejected_field: RawText = identity("rejected", min_length=1, description="Key of the other answer in each record")
+    chat_template: RawText | None = _chat_template()
     chat_template_kwargs: dict[str, Any] = _template_variables()
-    ignored_fields: list[str] = _ignored_fields()
+    ignored_fields: list[RawText] = _ignored_fields()
     too_long: TooLong = identity(
         "cut",
         description="Action for a pair whose answers are together longer than seq_len: cut off the end of the longer "
@@ -129,7 +131,7 @@ class TokensFormat(Section):
         None,
         description="Place of that id in each document; null: first in files with the header of llm.c, last in others",
     )
-    input_ids_field: str = identity("input_ids", min_length=1, description="Key of the list of ids in each row")
+    input_ids_field: RawText = identity("input_ids", min_length=1, description="Key of the list of ids in each row")
     too_long: TooLong = identity(
         "cut", description="Action for a row with labels longer than seq_len: cut off its end, or drop it"
     )

@@ -5,7 +5,7 @@ from typing import Self
 from pydantic import model_validator
 
 from lmtrain.checkpoint.config import BestConfig
-from lmtrain.config.section import Section
+from lmtrain.config.section import FreeText, Section
 from lmtrain.config.setting import changeable
 
 # Modules of this package, in the order in which they run, each with a function `build(config) -> Evaluator | None`.
@@ -27,7 +27,7 @@ class EvaluationConfig(Section):
     max_eval_batches: int | None = changeable(
         None, ge=1, description="Maximum batches per validation set and evaluation; null: all"
     )
-    sample_prompts: list[str] = changeable(
+    sample_prompts: list[FreeText] = changeable(
         [], description="Prompts that the model continues at every evaluation; the texts are logged"
     )
     early_stopping: EarlyStoppingConfig | None = changeable(

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from lmtrain.config.section import Section
+from lmtrain.config.section import RunPath, Section
 from lmtrain.config.setting import changeable, tunable
 
 # Names of variables that transformers' renderer of chat templates sets itself.
@@ -30,7 +30,7 @@ class HuggingFaceConfig(Section):
     allow_other_tokenizer: bool = changeable(
         False, description="Accept initialize_from_hf although data.tokenizer assigns its ids to other tokens"
     )
-    hf_save_path: str | None = changeable(
+    hf_save_path: RunPath | None = changeable(
         None, min_length=1, description="Folder of exports during training; the run id is appended; null: no exports"
     )
     hf_save_steps: int = changeable(

@@ -4,19 +4,19 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from lmtrain.config.section import Section
+from lmtrain.config.section import RawText, Section
 from lmtrain.config.setting import changeable, identity
 
 
 class LoraConfig(Section):
     """Training of low-rank adapters (Hu et al. 2021) on the layers of a frozen base model."""
 
-    r: int = identity(8, ge=1, description="Rank of the adapters; alias: rank")
+    r: int = identity(8, ge=1, le=2**16, description="Rank of the adapters; alias: rank")
     alpha: float = identity(
         8.0, gt=0, description="The adapters' outputs are multiplied by alpha / r; alias: lora_alpha"
     )
     dropout: float = identity(0.0, ge=0, lt=1, description="Dropout on the inputs of the adapters; alias: lora_dropout")
-    target_modules: str | Annotated[list[str], Field(min_length=1)] | None = identity(
+    target_modules: RawText | Annotated[list[RawText], Field(min_length=1)] | None = identity(
         None,
         description="Layers with adapters: a list of Hugging Face names such as q_proj, a regular expression for full "
         "names, or all-linear; null: all linear layers except the head",

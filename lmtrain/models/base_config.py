@@ -2,7 +2,7 @@
 
 from typing import Any, Literal, NamedTuple
 
-from pydantic import model_validator
+from pydantic import ValidationInfo, field_validator, model_validator
 
 from lmtrain.config.errors import field_error
 from lmtrain.config.section import Section
@@ -26,7 +26,24 @@ class Mixture(NamedTuple):
     layers: tuple[int, ...]
 
 
-class BaseModelConfig(Section):
+# Larger values are mistakes. Some sizes are lengths of lists, which such values would let exhaust the memory.
+MAX_LAYERS, MAX_SIZE, _MAX_PARAMETERS = 10_000, 2**24, 10**16
+_NO_SIZES = ("seq_len", "sliding_window")  # have limits of their own, or none
+
+
+class Sizes(Section):
+    """A section with sizes of a model, which are bounded."""
+
+    @field_validator("*")
+    @classmethod
+    def _plausible(cls, value: Any, info: ValidationInfo) -> Any:
+        limit = MAX_LAYERS if info.field_name == "num_layers" else MAX_SIZE
+        if isinstance(value, int) and value > limit and info.field_name not in _NO_SIZES:
+            raise ValueError(f"expected at most {limit:,}")
+        return value
+
+
+class BaseModelConfig(Sizes):
     """Sizes of a stack of transformer blocks, and settings of its execution."""
 
     seq_len: int = identity(
@@ -61,6 +78,14 @@ class BaseModelConfig(Section):
         description="Block size of attention in tokens, for attention backends that use one; null: chosen by length "
         "for splash, 512 for blockwise",
     )
+
+    @model_validator(mode="after")
+    def _plausible_in_all(self) -> "BaseModelConfig":
+        if self.num_layers * self.hidden_dim**2 > _MAX_PARAMETERS:
+            raise field_error(
+                "hidden_dim", f"{self.num_layers:,} layers of {self.hidden_dim:,} have more than 10^17 parameters"
+            )
+        return self
 
     @model_validator(mode="after")
     def _heads_divide(self) -> "BaseModelConfig":

@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Field, StrictBool, StrictFloat, StrictInt,
 from pydantic_core import PydanticCustomError
 
 from lmtrain.config.errors import field_error
-from lmtrain.config.section import Section, by_type
+from lmtrain.config.section import RawText, Section, by_type
 from lmtrain.config.setting import identity, tunable
 
 
@@ -22,7 +22,7 @@ def _fraction_or_steps(value: Any) -> Any:
 
 # An int is always a number of steps and a float always a fraction: `1` is one step, `1.0` is all steps.
 FractionOrSteps = Annotated[StrictInt | StrictFloat, BeforeValidator(_fraction_or_steps)]
-Steps = Annotated[StrictInt, Field(ge=1)]
+Steps = Annotated[StrictInt, Field(ge=1, lt=2**31)]
 
 _WSD_DECAY = 0.2  # Haegele et al. 2024: longer decays gain little
 
@@ -39,7 +39,7 @@ class ScheduleConfig(Section):
 
     learning_rate: float = tunable(1e-4, gt=0, description="Peak learning rate")
     weight_decay: float = tunable(0.0, ge=0, description="Decoupled weight decay, multiplied by the learning rate")
-    weight_decay_modules: str | Annotated[list[str], Field(min_length=1)] | None = tunable(
+    weight_decay_modules: RawText | Annotated[list[RawText], Field(min_length=1)] | None = tunable(
         None,
         description="Parameters with weight decay: a regular expression, matched at the start of the path "
         "(blocks/mlp/up/kernel), or a list of texts that a path may contain; null: see default_weight_decay_mask",
@@ -104,7 +104,7 @@ class SkipStepConfig(Section):
     """Skip updates whose loss or gradient norm is far above those of the last steps."""
 
     rolling_interval_length: int = tunable(
-        128, ge=2, description="Window of the rolling mean and standard deviation, in steps"
+        128, ge=2, le=1_000_000, description="Window of the rolling mean and standard deviation, in steps"
     )
     sigma_factor: float = tunable(6.0, gt=0, description="Threshold above the mean, in standard deviations")
 
@@ -123,7 +123,7 @@ class AdamConfig(ClippedConfig):
     beta2: float = tunable(0.95, ge=0, lt=1, description="Decay of the second moment per step")
     epsilon: float = tunable(1e-8, gt=0, description="Constant added to the root of the second moment")
     nesterov: bool = tunable(False, description="Nesterov momentum (Dozat 2016)")
-    skip_bad_steps: StrictBool | Annotated[StrictInt, Field(ge=2)] | SkipStepConfig = tunable(
+    skip_bad_steps: StrictBool | Annotated[StrictInt, Field(ge=2, le=1_000_000)] | SkipStepConfig = tunable(
         False,
         description="Skip updates with an outlier loss or gradient norm: true, an int (rolling_interval_length), or a "
         "map with rolling_interval_length and sigma_factor",
@@ -149,7 +149,7 @@ class SophiaConfig(ClippedConfig):
     epsilon: float = tunable(1e-12, gt=0, description="Minimum of the denominator")
     gamma: float = tunable(0.01, gt=0, description="Scale of the Hessian estimate")
     clip_threshold: float | None = tunable(1.0, gt=0, description="Elementwise clipping of updates; null: no clipping")
-    update_interval: int = tunable(10, ge=1, description="Interval of Hessian estimates, in steps")
+    update_interval: int = tunable(10, ge=1, lt=2**31, description="Interval of Hessian estimates, in steps")
     rng_seed: int = tunable(0, ge=0, lt=2**32, description="Random seed of the Hessian estimates")
 
 

@@ -10,6 +10,8 @@ from lmtrain.config.counts import counted
 from lmtrain.config.errors import field_error
 from lmtrain.optim.config import FractionOrSteps, ScheduleConfig
 
+_MAX_CYCLES = 10_000
+
 
 @dataclass(frozen=True)
 class Cycle:
@@ -38,6 +40,11 @@ def build_cycles(config: ScheduleConfig, num_train_steps: int) -> list[Cycle]:
 def _ends(config: ScheduleConfig, total: int) -> list[int]:
     """The end step of each cycle; the last one is `total`."""
     cycles, length = config.cycles, config.cycle_length
+    each = num_steps(length, total) if isinstance(length, int | float) else None
+    number = total // each if each else cycles if isinstance(cycles, int) else 1
+    if number > _MAX_CYCLES:
+        name = "cycles" if length is None else "cycle_length"
+        raise field_error(name, f"{number:,} cycles; expected at most {_MAX_CYCLES:,}")
     if isinstance(cycles, int):
         if cycles > total:
             raise field_error("cycles", f"{cycles} cycles do not fit into {counted(total, 'step')}")

@@ -94,6 +94,7 @@ class RunConfig(HuggingFaceConfig):
         given = [name for name, value in sources.items() if value]
         if len(given) > 1:
             raise field_error(given[0], f"set together with {given[1]}; remove one of them")
+        self._check_samples()
         self._check_lora()
         self._check_objective(given)
         self._check_transfer()
@@ -113,6 +114,15 @@ class RunConfig(HuggingFaceConfig):
             except ValueError as error:
                 raise field_error("trainer.per_device_parallelism", str(error)) from None
         return self
+
+    def _check_samples(self) -> None:
+        """Raise an error for samples that no model of this length could continue."""
+        trainer = self.trainer
+        if trainer.sample_prompts and trainer.sample_length >= self.model.seq_len:
+            raise field_error(
+                "trainer.sample_length",
+                f"{trainer.sample_length} tokens after a prompt do not fit into model.seq_len {self.model.seq_len}",
+            )
 
     def _check_objective(self, given: list[str]) -> None:
         """Raise an error for settings that do not fit the objective. `given` names what training starts from."""

@@ -9,9 +9,11 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from lmtrain.config.describe import kind_of, sections_of
 from lmtrain.config.errors import UserError
 from lmtrain.config.redact import redact
 from lmtrain.config.setting import Role, settings_of
+from lmtrain.config.tree import Path
 from lmtrain.data.config import DataConfig
 from lmtrain.data.formats import TextFormat
 from lmtrain.run.config import RunConfig
@@ -80,6 +82,24 @@ def run_identity(config: RunConfig, tokenizer: Mapping[str, Any], data_tokens: s
     return identity(config) | other
 
 
+def omitted(run_identity: Mapping[str, Any], path: Path) -> str:
+    """The text of a value that `run_identity` omits: the default of the setting, or `nothing` for what is none."""
+    section: type[BaseModel] = RunConfig if path[0] in RunConfig.model_fields else TrainerConfig
+    given: Any = run_identity
+    for part in path[:-1]:
+        field = section.model_fields.get(str(part))
+        kinds = {kind_of(kind): kind for kind in sections_of(field.annotation)} if field is not None else {}
+        given = given.get(part) if isinstance(given, Mapping) else None
+        if not kinds or (given is None and field is not None and field.get_default(call_default_factory=True) is None):
+            return "nothing"
+        kind = given.get("type") if isinstance(given, Mapping) else None
+        section = kinds.get(kind) or next(iter(kinds.values()))
+    field = section.model_fields.get(str(path[-1]))
+    if field is None or field.is_required():
+        return "nothing"
+    return f"{field.get_default(call_default_factory=True)!r} (the default)"
+
+
 def without_tunable(run_identity: Mapping[str, Any]) -> dict[str, Any]:
     """The part of a saved identity that a run may never change: without settings of its initial state."""
     tunable = settings_of(RunConfig, Role.TUNABLE) | settings_of(TrainerConfig, Role.TUNABLE)
@@ -91,6 +111,8 @@ def run_id(config: RunConfig, stem: str, environment: Mapping[str, str] = os.env
 
     Never random, so that the same command resumes the same run.
     """
+    if not config.trainer.id and "RUN_ID" in environment and not environment["RUN_ID"].strip():
+        raise UserError("RUN_ID: the environment variable is empty; set it to a run id, or unset it")
     wandb_ids = [t.id for t in config.trainer.tracker if isinstance(t, WandbConfig) and t.id]
     text = json.dumps(identity(config), sort_keys=True)
     stem = re.sub(r"[^A-Za-z0-9._-]+", "-", stem).lstrip("._-")[:_MAX_STEM] or "run"

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, Tag, field_validator
 
 from lmtrain.checkpoint.config import CheckpointerConfig, InitializationConfig
-from lmtrain.config.section import Section, by_type
+from lmtrain.config.section import RunPath, Section, by_type
 from lmtrain.config.setting import changeable, execution, identity
 from lmtrain.config.suggest import nearest_divisors
 from lmtrain.data.batch_sizes import BatchSizes
@@ -14,6 +14,10 @@ from lmtrain.run.precision import Precision, parse_precision
 from lmtrain.runtime.config import DistributedConfig, RayConfig
 from lmtrain.sharding.config import PartitioningConfig
 from lmtrain.tracking.config import TrackerConfig, WandbConfig
+
+# In sequences; larger batches are mistakes.
+_MAX_BATCH = 2**24
+_BatchSize = Annotated[int, Field(ge=1, le=_MAX_BATCH)]
 
 
 def _as_list(value: Any) -> Any:
@@ -24,7 +28,7 @@ class BatchPhase(Section):
     """Batch size from step `start` on."""
 
     start: int = identity(ge=0, description="First step with this batch size, counted from 0")
-    value: int = identity(ge=1, description="Batch size: sequences per update, over all devices")
+    value: int = identity(ge=1, le=_MAX_BATCH, description="Batch size: sequences per update, over all devices")
 
 
 class EmaConfig(Section):
@@ -40,9 +44,9 @@ class EmaDecaySqrtConfig(Section):
     type: Literal["ema_decay_sqrt"] = changeable("ema_decay_sqrt", description="Kind of average")
     beta: float = changeable(0.999, ge=0, lt=1, description="EMA decay per step, before switch_step")
     switch_step: int = changeable(
-        100_000, ge=0, description="First step of the 1 - sqrt decay, at which the average restarts"
+        100_000, ge=0, lt=2**31, description="First step of the 1 - sqrt decay, at which the average restarts"
     )
-    decay_steps: int = changeable(100_000, ge=1, description="Length of the 1 - sqrt decay, in steps")
+    decay_steps: int = changeable(100_000, ge=1, lt=2**31, description="Length of the 1 - sqrt decay, in steps")
     epsilon: float = changeable(1e-5, ge=0, lt=1, description="Minimum weight of an update in the average")
 
 
@@ -57,7 +61,7 @@ class LoopConfig(Section):
 
     seed: int = identity(0, ge=0, lt=2**32, description="Seed of parameter initialization, dropout and data shuffling")
     num_train_steps: int = changeable(400_000, ge=1, lt=2**31, description="Number of optimizer updates in the run")
-    train_batch_size: Annotated[int, Field(ge=1)] | Annotated[list[BatchPhase], Field(min_length=1)] = identity(
+    train_batch_size: _BatchSize | Annotated[list[BatchPhase], Field(min_length=1)] = identity(
         32,
         description="Batch size: sequences per update, over all devices; or a list of {start: step, value: sequences}",
     )
@@ -158,7 +162,9 @@ class LoggingConfig(Section):
     id: str | None = changeable(
         None, description="Run id; null: RUN_ID, else the W&B id, else generated from the config"
     )
-    log_dir: str = changeable("logs/", min_length=1, description="Log folder; files in it are named after the run id")
+    log_dir: RunPath = changeable(
+        "logs/", min_length=1, description="Log folder; files in it are named after the run id"
+    )
     tracker: Annotated[
         list[TrackerConfig], BeforeValidator(_as_list, json_schema_input_type=TrackerConfig | list[TrackerConfig])
     ] = changeable(

@@ -4,12 +4,14 @@ import contextlib
 import logging
 import os
 import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import TextIOWrapper
 from logging.handlers import WatchedFileHandler
 from typing import Any
 
+from lmtrain.config.errors import RunError, UserError
 from lmtrain.config.redact import redact
 from lmtrain.runtime.output import take_problems
 from lmtrain.runtime.processes import ALONE, Processes
@@ -121,6 +123,21 @@ def start_console_log(processes: Processes = ALONE) -> None:
         logging.getLogger(name).setLevel(logging.WARNING)
     for name in ("absl", "asyncio"):  # Orbax logs errors there, at length, before it raises them
         logging.getLogger(name).setLevel(logging.CRITICAL)
+
+
+@contextmanager
+def errors_in_files() -> Iterator[None]:
+    """Write an error of the block to the log files alone: the command prints it, or the program that called it does."""
+    try:
+        yield
+    except Exception as error:
+        has_message = isinstance(error, UserError | RunError)
+        text = f"lmtrain: error: {error}" if has_message else "".join(traceback.format_exception(error)).rstrip()
+        record = log.makeRecord(log.name, logging.ERROR, __file__, 0, text, (), None)
+        for handler in log.handlers:
+            if isinstance(handler, _FileHandler):
+                handler.handle(record)
+        raise
 
 
 def start_file_log(log_dir: str, run: str, processes: Processes = ALONE) -> str:

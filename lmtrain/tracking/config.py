@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Tag
 
-from lmtrain.config.section import Section, by_type
+from lmtrain.config.section import FreeText, RunPath, Section, by_type
 from lmtrain.config.setting import changeable
 
 
@@ -33,7 +33,7 @@ class WandbConfig(Section):
     save_xla_dumps: bool = changeable(
         False, description="Upload the folder of XLA dumps to W&B; requires XLA_FLAGS=--xla_dump_to=FOLDER"
     )
-    notes: str | None = changeable(None, description="Notes: a longer description of the run")
+    notes: FreeText | None = changeable(None, description="Notes: a longer description of the run")
     job_type: str | None = changeable(None, description="Job type of the run within its group")
     dir: str | None = changeable(None, description="Folder for W&B's own files; null: log_dir")
     config: dict[str, Any] | None = changeable(
@@ -61,7 +61,7 @@ class TensorboardConfig(Section):
     """TensorBoard event files, by tensorboardX."""
 
     type: Literal["tensorboard"] = changeable("tensorboard", description="Tracker type")
-    logdir: str = changeable(
+    logdir: RunPath = changeable(
         "tblogs", description="Folder for event files; each run writes to a subfolder named by its run id"
     )
 

@@ -14,6 +14,7 @@ from lmtrain.data.config import DataConfig
 from lmtrain.hf.find_tokenizer import PASSTHROUGH, open_tokenizer
 from lmtrain.hf.tokenizer import Tokenizer, load_tokenizer
 from lmtrain.hf.weight_files import locate, read_model_config
+from lmtrain.models.base_config import MAX_LAYERS
 from lmtrain.models.registry import family_of, hf_family
 from lmtrain.models.rope_config import RopeConfig
 from lmtrain.objectives.config import DistillConfig
@@ -200,6 +201,9 @@ def hf_settings(ref: str) -> dict[str, Any]:
     values = read_model_config(ref)
     if values.get("quantization_config"):
         raise UserError(f"{ref}: quantized weights (quantization_config) are not supported; use the original model")
+    for name in ("num_hidden_layers", "n_layer", "n_layers"):
+        if isinstance(number := values.get(name), int | float) and number > MAX_LAYERS:
+            raise UserError(f"{ref}: config.json: {name}: expected at most {MAX_LAYERS:,}, not {number}")
     try:
         settings: dict[str, Any] = family_of(values).from_hf_config(values)
     except UserError as error:

@@ -125,3 +125,18 @@ def test_partial_markers_and_set_aside_checkpoints_are_listed_separately(folder,
         put(folder, name, *(["a"] if name.startswith("damaged") else []))
     assert list_partial(folder) == [3, 20]
     assert list_set_aside(folder) == [join(folder, name) for name in ("damaged-step-10", "damaged-step-9")]
+
+
+def test_links_in_a_loop_are_followed_once(tmp_path, make_checkpoint):
+    make_checkpoint(str(tmp_path / "runs" / "a"), 3)
+    for name in ("1", "latest"):
+        (tmp_path / "runs" / name).symlink_to(tmp_path / "runs" if name == "1" else tmp_path / "runs" / "a")
+    assert find_checkpoints(str(tmp_path)) == [Checkpoint(3, str(tmp_path / "runs" / "a" / "step-3"))]
+
+
+def test_a_folder_with_too_many_folders_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr("lmtrain.checkpoint.discovery._MAX_FOLDERS", 5)
+    for number in range(6):
+        (tmp_path / str(number)).mkdir()
+    with pytest.raises(UserError, match="more than 5 folders"):
+        find_checkpoints(str(tmp_path))

@@ -104,3 +104,23 @@ def test_an_unknown_run_is_an_error_with_the_runs_that_exist(tmp_path, monkeypat
     add_model_flags(parser)
     with pytest.raises(UserError, match=r"^--run six: logs/six/config.yaml not found; .*; runs in logs/: one, two$"):
         parse_run(parser, ["--run", "six"])
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [["--output", ""], ["--output", "${OUT}/a"], ["--output=caf\udce9"], ["--run", ""], ["tiny.yaml", "--config", " "]],
+)
+@pytest.mark.usefixtures("parse")
+def test_a_path_that_cannot_be_meant_is_a_user_error(argv):
+    parser = Parser("verb", "Does a thing.")
+    for flag in ("--output", "--run"):
+        parser.add_argument(flag, metavar="DIR")
+    with pytest.raises(UserError, match=r"^--(output|run|config_path/--config): "):
+        parse_run(parser, argv)
+
+
+@pytest.mark.usefixtures("parse")
+def test_a_prompt_may_have_any_characters():
+    parser = Parser("verb", "Does a thing.")
+    parser.add_argument("--prompt")
+    assert parse_run(parser, ["tiny.yaml", "--prompt", "$A {{b}}"])[0].prompt == "$A {{b}}"

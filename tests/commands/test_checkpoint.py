@@ -87,7 +87,7 @@ def test_verify_distinguishes_valid_from_corrupt_checkpoints_and_exits_with_1(ma
     ("arguments", "message"),
     [
         (["list", "nowhere"], "checkpoint nowhere: no such folder"),
-        (["list", ""], "checkpoint '': expected a path"),
+        (["list", ""], "PATH: is empty"),
         (["list", "/etc/hostname"], "no such folder"),
         (["verify", "nowhere"], "checkpoint nowhere: no such folder"),
         (["look", "nowhere"], "invalid choice: 'look'"),

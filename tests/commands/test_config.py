@@ -25,6 +25,18 @@ def test_check_names_the_file_and_the_run_and_writes_nothing(capsys):
     assert os.listdir() == ["tiny.yaml"]
 
 
+def test_check_notes_settings_without_effect_and_refuses_what_a_start_would(settings, write_config, capsys):
+    line = write_config(settings | {"hf_save_steps": 5}).read_text().splitlines().index("hf_save_steps: 5") + 1
+    assert config.run(["check", "tiny.yaml"]) == 0
+    assert capsys.readouterr().err == f"note: tiny.yaml:{line}: hf_save_steps: has no effect; it requires " + (
+        "hf_save_path or hf_upload\n"
+    )
+    with pytest.raises(UserError, match=r"^trainer\.early_stopping: "):
+        config.run(["check", "tiny.yaml", "--trainer.early_stopping", "{}", "--data.validation_urls", "null"])
+    with pytest.raises(UserError, match=r"trainer\.sample_length: "):
+        config.run(["check", "tiny.yaml", "--trainer.sample_prompts", "[a]", "--trainer.sample_length", "9999"])
+
+
 def test_show_prints_defaults_and_overrides(capsys):
     assert config.run(["show", "tiny.yaml", "--trainer.seed", "7", "--trainer.checkpointer.save_interval", "90m"]) == 0
     shown = yaml.safe_load(capsys.readouterr().out)

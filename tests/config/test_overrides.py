@@ -38,7 +38,6 @@ def test_an_override_without_a_value_is_an_error(argv):
     [
         ("6E-4", 6e-4),
         ("null", None),
-        ("", None),
         ("{c: [1, 2.5]}", {"c": [1, 2.5]}),
         ("'100'", "100"),
         ("data/{1..8}.jsonl", "data/{1..8}.jsonl"),
@@ -48,6 +47,12 @@ def test_values_are_parsed_as_yaml(text, value):
     data = apply_overrides(ConfigTree(), [("a.b", text)]).data
     assert data == {"a": {"b": value}}
     assert type(data["a"]["b"]) is type(value)
+
+
+@pytest.mark.parametrize(("name", "text"), [("a.b", ""), ("a.b", " "), ("a.b", "caf\udce9"), ("a.b\udce9", "1")])
+def test_a_value_that_is_empty_or_not_utf8_is_an_error(name, text):
+    with pytest.raises(UserError, match=r"^--a\.b"):
+        apply_overrides(ConfigTree(), [(name, text)])
 
 
 def test_a_later_override_wins_and_the_others_are_kept():

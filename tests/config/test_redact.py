@@ -26,6 +26,45 @@ def test_only_user_info_before_the_host_is_masked(text, expected):
     assert redact(text) == expected
 
 
+@pytest.mark.parametrize("quote", [str, repr, "{}: cannot be read".format, "no host in '{}', line 3".format])
+@pytest.mark.parametrize(
+    "password",
+    [
+        *(
+            "wo'rd",
+            'wo"rd',
+            "wo rd",
+            "wo@rd",
+            "wo#rd",
+            "wo?rd",
+            "wo%rd",
+            "wo\\rd",
+            "wo,rd",
+            "wo:rd",
+            "wo`<rd>",
+            "[word]",
+        ),
+        *("wö漢rd", "12 rd", "12'rd", "wo;rd)(", "$!&*=+~|{}^"),
+    ],
+)
+def test_user_info_is_masked_whatever_its_characters(password, quote):
+    shown = redact(quote(f"https://me:{password}@host.org:80/a/b.yaml"))
+    assert "***@host.org:80/a/b.yaml" in shown
+    assert not any(part in shown for part in ("me:", password, "rd"))
+    assert redact(shown) == shown
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("gs://bucket: no such; ask a@b.c", "https://host:8080: refused, mail me@x", "see https://host, or me@x"),
+        *('{"url":"https://host/x","mail":"a@b"}', "file:///a:b@c", "'https://host:80', a@b"),
+    ],
+)
+def test_text_around_urls_without_secrets_is_unchanged(text):
+    assert redact(text) == text
+
+
 URL = "https://host/a.jsonl"
 
 
@@ -45,6 +84,10 @@ URL = "https://host/a.jsonl"
         ("?X%2DAmz%2DSignature=abc", "?***"),
         ("?se=1&sv=2&expires=3", "?se=1&sv=2&expires=3"),  # no signature, so they may name the file
         ("?version=1&***", "?version=1&***"),
+        ("?token=a'b\"c&v=1", "?v=1&***"),
+        ("#access_token=abc&v=1", "#v=1&***"),
+        ("?v=1&a=2#token=abc", "?v=1&***"),
+        ("#part-2", "#part-2"),
     ],
 )
 def test_only_parameters_of_credentials_are_masked(query, expected):

@@ -1,11 +1,16 @@
 """Errors of remote file systems, as messages for the user."""
 
+import gzip
+import threading
+from http.server import BaseHTTPRequestHandler
+
 import aiohttp
 import pytest
 from botocore.exceptions import EndpointConnectionError
+from web import serving
 
 from lmtrain.config.errors import UserError
-from lmtrain.config.remote import remote_errors
+from lmtrain.config.remote import read_small, remote_errors
 
 BUSY = "the server is overloaded or unavailable"
 NO_CONNECTION = "the server does not answer or its connections break"
@@ -68,3 +73,55 @@ def test_other_errors_pass_unchanged(path, error, missing_too):
     with pytest.raises(type(error)) as caught, remote_errors(path, "read", missing_too):
         raise error
     assert caught.value is error
+
+
+@pytest.fixture
+def server():
+    """The address of a server whose answers are small, compressed, endless, or none."""
+    stopped = threading.Event()
+
+    class Answers(BaseHTTPRequestHandler):
+        def do_GET(self):
+            if self.path == "/nothing":
+                stopped.wait(60)
+                return
+            self.send_response(404 if self.path == "/missing" else 200)
+            content = b"a: 1\n" * (1 if self.path == "/small" else 100_000)
+            if self.path == "/compressed":
+                content = gzip.compress(content)
+                self.send_header("Content-Encoding", "gzip")
+            self.end_headers()
+            while not stopped.is_set():
+                try:
+                    self.wfile.write(content)
+                except OSError:  # the client has read enough
+                    return
+                if self.path != "/endless":
+                    return
+
+        def log_message(self, *_):
+            pass
+
+    with serving(Answers) as address:
+        yield f"http://{address}"
+        stopped.set()
+
+
+@pytest.mark.parametrize(("name", "content"), [("small", b"a: 1\n"), ("compressed", None), ("endless", None)])
+def test_a_small_file_is_read_and_a_large_one_is_not(server, name, content):
+    assert read_small(f"{server}/{name}", 10_000) == content
+
+
+def test_a_server_without_an_answer_is_an_error(server):
+    message = r"/nothing: cannot be read: .*\n  the server does not answer"
+    with pytest.raises(UserError, match=message), remote_errors("http://host/nothing", "read"):
+        read_small(f"{server}/nothing", 10_000, seconds=0.2)
+    with pytest.raises(FileNotFoundError):
+        read_small(f"{server}/missing", 10_000)
+
+
+def test_a_large_file_in_a_store_is_not_read():
+    import fsspec
+
+    fsspec.filesystem("memory").pipe_file("/read_small.yaml", b"a: 1\n")
+    assert [read_small("memory://read_small.yaml", limit) for limit in (4, 5)] == [None, b"a: 1\n"]

@@ -3,7 +3,7 @@
 import pytest
 from pydantic import Field, ValidationError
 
-from lmtrain.config.section import Section
+from lmtrain.config.section import Section, problem_of_text
 from lmtrain.data.config import DataConfig
 from lmtrain.models.llama.config import LlamaConfig
 from lmtrain.run.config import RunConfig, resolved
@@ -42,6 +42,59 @@ def test_a_bool_is_not_a_number(name, value):
 @pytest.mark.parametrize("name", ["flag", "either"])
 def test_a_bool_is_accepted_for_a_boolean_setting(name):
     assert getattr(Small(**{name: True}), name) is True
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        *((text, "is empty") for text in ("", "  ", "\n")),
+        *((text, "not UTF-8") for text in ("a\0b", "caf\udce9")),
+        *((text, "white space") for text in ("cache ", "\tcache", "cache\r\n")),
+        ("${SCRATCH}/cache", "${SCRATCH}"),
+        ("/a/$USER/b", "$USER"),
+        ("$(pwd)/a", "$(pwd)"),
+        ("%USERPROFILE%/a", "%USERPROFILE%"),
+        ("{{ folder }}/a", "{{ folder }}"),
+        ("gs://bucket/${oc.env:USER}/a", "${oc.env:USER}"),
+        ("gs://$BUCKET/a", "$BUCKET"),
+        ("~nobody-of-this-name/a", "nobody-of-this-name"),
+    ],
+)
+def test_a_name_or_path_that_cannot_be_meant_is_a_problem(text, problem):
+    assert problem in problem_of_text(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("~/a", "~", "~5B tokens", "{a,b}/{{c,d},e}/{1..8}.jsonl", "100%", "a/%E4%BD%A0%20b", "az://$web/%E4%BDA%a"),
+        *("https://me:$WORD@host/a?x=${Y}", "owner/name@main", "price$"),
+    ],
+)
+def test_other_names_and_paths_are_none(text):
+    assert problem_of_text(text) is None
+
+
+def test_text_settings_are_checked_unless_they_are_declared_as_other_text():
+    bad = {
+        "data": {"train_urls": ["a", ""], "cache_dir": "$A/b", "name": " ", "id": "a"},
+        "trainer": {"id": "", "log_dir": "${A}/${run_id}", "tracker": {"project": "$P"}},
+        "hf_save_path": "x/$run_id",
+    }
+    with pytest.raises(ValidationError) as caught:
+        RunConfig.model_validate(bad)
+    places = {".".join(map(str, error["loc"])) for error in caught.value.errors() if error["type"] == "text"}
+    assert places == {
+        *("hf_save_path", "data.train_urls", "data.cache_dir", "data.name"),
+        *("trainer.id", "trainer.log_dir", "trainer.tracker.0.wandb.project"),
+    }
+    good = {
+        "data": {"train_urls": ["a"], "format": {"type": "completion", "separate_with": "", "input_field": "$a"}},
+        "optimizer": {"weight_decay_modules": ".*kernel$"},
+        "trainer": {"sample_prompts": ["{{x}} $HOME"], "checkpointer": {"base_path": "a/${run_id}"}},
+        "hf_save_path": "x/${run_id}",
+    }
+    RunConfig.model_validate(good)
 
 
 def test_a_default_is_validated_like_a_written_value():

@@ -179,7 +179,36 @@ def test_an_invalid_file_is_a_user_error_with_its_line(load, text, message):
 def test_aliases_of_aliases_do_not_exhaust_the_memory(load):
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n"]
     lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 12)]
-    assert "main.yaml:1: with its aliases this file has more than 100,000 values" in problem(load, "".join(lines))
+    assert "main.yaml:1: with aliases and includes there are more than 100,000 values" in problem(load, "".join(lines))
+
+
+def test_a_byte_order_mark_is_no_part_of_a_file(load):
+    mark = b"\xef\xbb\xbf"
+    layer = load(mark + b"!include part.yaml\na: 1\n", part=(mark + b"{b: 2}\n").decode())
+    assert layer.data == {"a": 1, "b": 2}
+    assert str(layer.origin_of(("a",))) == "main.yaml:2"
+
+
+@pytest.mark.parametrize("text", ["!include {}.yaml\n", "k: !include {}.yaml\n"])
+def test_includes_are_bounded_in_depth_and_number(load, text):
+    deep = {f"x{n}": text.format(f"x{n + 1}") for n in range(2000)}
+    assert problem(load, text.format("x0"), **deep).startswith("x19.yaml:1: an !include 20 files deep")
+    wide = {f"x{n}": "".join(text.replace("k", f"k{i}").format(f"x{n + 1}") for i in range(4)) for n in range(14)}
+    assert "an !include of more than 1,000 files" in problem(load, text.format("x0"), **wide, x14="b: 1\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("".join(f"a{n}: 1\n" for n in range(200_000)), "main.yaml:5001: a map with more than 5,000 names"),
+        ("a: [" + "b," * 210_000 + "]", "main.yaml:1: more than 200,000 values"),
+        ("a: " + "[" * 150 + "]" * 150, "main.yaml:1: nested too deeply"),
+        ("a: " + "9" * 5000, "main.yaml:1: a number with 5,000 digits"),
+    ],
+)
+def test_a_file_that_is_no_config_by_its_size_is_an_error(load, text, message, monkeypatch):
+    monkeypatch.setattr("lmtrain.config.yaml_scalars.Loader.max_nodes", 20_000)
+    assert problem(load, text).startswith(message.replace("200,000", "20,000"))
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,28 @@ def test_conflicts_between_sections_name_the_setting(changes, field, problem):
     assert [error["ctx"]["field"] for error in caught.value.errors()] == [field]
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({"model__num_layers": 10**9}, {"model__hidden_dim": 10**12}, {"model__num_heads": 10**18}),
+        *(
+            {"trainer__num_train_steps": 10**30},
+            {"trainer__train_batch_size": 10**12},
+            {"trainer__max_eval_batches": 10**30},
+        ),
+        {"model__num_layers": 10_000, "model__hidden_dim": 2**24, "model__num_heads": 2},
+        *(
+            {"optimizer__cycle_length": 1, "trainer__num_train_steps": 10**9},
+            {"optimizer__cycles": 10**9, "trainer__num_train_steps": 10**9},
+        ),
+        {"model__type": "llama", "model__moe": {"num_experts": 10**9}},
+    ],
+)
+def test_sizes_that_are_mistakes_are_refused_before_anything_of_that_size_is_made(changes):
+    with pytest.raises(ValidationError, match=r"at most|less than or equal to|below|more than 10\^17"):
+        build(**changes)
+
+
 def test_only_one_initial_model_can_be_set():
     with pytest.raises(ValidationError, match=r"set together with trainer\.initialize_from"):
         RunConfig(initialize_from_hf="a/b", trainer={"initialize_from": "c"})
@@ -97,3 +119,11 @@ def test_values_outside_their_bounds_are_refused_with_the_setting(setting, value
         with pytest.raises(ValidationError) as refused:
             RunConfig.model_validate(settings)
         assert all(name in error["loc"] for error in refused.value.errors()), value
+
+
+def test_samples_that_do_not_fit_into_the_model_are_an_error_of_the_config():
+    changes = {"trainer__sample_prompts": ["a"], "model__seq_len": 128}
+    with pytest.raises(ValidationError) as caught:
+        build(**changes, trainer__sample_length=128)
+    assert [error["ctx"]["field"] for error in caught.value.errors()] == ["trainer.sample_length"]
+    build(**changes, trainer__sample_length=127)

@@ -35,7 +35,6 @@ def test_defaults_of_missing_parts(text, expected):
     [
         ("f16", "float16 needs loss scaling"),
         ("f64", "unknown dtype 'f64'"),
-        ("", "unknown dtype ''"),
         ("p=f32,c", "'c' has no dtype; expected for example c=bfloat16"),
         ("x=f32", "unknown name 'x'; expected p, c or q"),
         ("p=f32,c=bf16,o=f32", "the output dtype cannot be set: .*; remove o"),

@@ -61,3 +61,26 @@ def test_secrets_in_urls_are_masked_also_in_tracebacks_and_messages_of_libraries
     assert "OSError: GET https://host/a?***" in lines
     assert lines[-1] == "retrying /a.jsonl?***"
     assert "planted" not in done.stderr + (tmp_path / "logs" / "run-1.log").read_text(encoding="utf-8")
+
+
+ERRORS = """
+from lmtrain.config.errors import UserError
+from lmtrain.runtime.logging import errors_in_files, start_console_log, start_file_log
+
+start_console_log()
+start_file_log("logs", "run-1")
+for error in (UserError("another run"), KeyError("a bug")):
+    try:
+        with errors_in_files():
+            raise error
+    except (UserError, KeyError):
+        pass
+"""
+
+
+def test_an_error_that_ends_a_run_is_in_its_file(tmp_path):
+    assert run(ERRORS, tmp_path).stderr == ""
+    text = (tmp_path / "logs" / "run-1.log").read_text(encoding="utf-8")
+    assert "ERROR lmtrain: lmtrain: error: another run\n" in text
+    assert "Traceback" in text
+    assert "KeyError: 'a bug'" in text

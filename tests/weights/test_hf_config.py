@@ -278,3 +278,11 @@ def test_routers_have_the_losses_of_their_config_json(tmp_path, values, aux_loss
     """Without a coefficient that of transformers; no type has a z-loss."""
     moe = with_moe(tmp_path, MIXTRAL | values, {}).moe
     assert (moe.aux_loss, moe.z_loss) == (pytest.approx(aux_loss), 0.0)
+
+
+@pytest.mark.parametrize("layers", [10**9, 1e300])
+def test_an_implausible_number_of_layers_is_refused_before_a_list_of_them_is_made(tmp_path, layers):
+    values = {"model_type": "llama", "num_hidden_layers": layers, "layer_types": [], "use_sliding_window": True}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(UserError, match="num_hidden_layers: expected at most 10,000"):
+        hf_settings(str(tmp_path))

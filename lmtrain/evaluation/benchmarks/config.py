@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from lmtrain.config.section import Section
+from lmtrain.config.section import FreeText, Section
 from lmtrain.config.setting import changeable
 
 
@@ -18,14 +18,18 @@ class BenchmarkTask(Section):
     num_fewshot: int | None = changeable(
         None, ge=0, description="Number of examples in the prompt; null: the task's own"
     )
-    description: str | None = changeable(None, description="Text at the start of every prompt; null: the task's own")
-    doc_to_text: str | None = changeable(None, description="Template of the prompt; null: the task's own")
-    doc_to_target: str | int | None = changeable(None, description="Template of the answer; null: the task's own")
-    doc_to_choice: str | list[str] | None = changeable(
+    description: FreeText | None = changeable(
+        None, description="Text at the start of every prompt; null: the task's own"
+    )
+    doc_to_text: FreeText | None = changeable(None, description="Template of the prompt; null: the task's own")
+    doc_to_target: FreeText | int | None = changeable(None, description="Template of the answer; null: the task's own")
+    doc_to_choice: FreeText | list[FreeText] | None = changeable(
         None, description="Template of the choices; null: the task's own"
     )
-    target_delimiter: str | None = changeable(None, description="Text between prompt and answer; null: the task's own")
-    fewshot_delimiter: str | None = changeable(None, description="Text between two examples; null: the task's own")
+    target_delimiter: FreeText | None = changeable(
+        None, description="Text between prompt and answer; null: the task's own"
+    )
+    fewshot_delimiter: FreeText | None = changeable(None, description="Text between two examples; null: the task's own")
 
     @property
     def changes(self) -> dict[str, Any]:

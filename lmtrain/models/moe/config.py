@@ -5,11 +5,11 @@ from typing import Any, Literal
 from pydantic import model_validator
 
 from lmtrain.config.errors import field_error
-from lmtrain.config.section import Section
 from lmtrain.config.setting import architecture, identity
+from lmtrain.models.base_config import Sizes
 
 
-class MoeConfig(Section):
+class MoeConfig(Sizes):
     """A mixture of experts (MoE): gated MLPs, of which a router selects a few for each token. No token is dropped."""
 
     num_experts: int = architecture(8, ge=2, description="Number of experts of a layer")

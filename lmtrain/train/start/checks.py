@@ -3,13 +3,14 @@
 from contextlib import ExitStack
 
 from lmtrain.checkpoint.discovery import find_checkpoints, list_checkpoints
-from lmtrain.config.errors import UserError, errors_of
+from lmtrain.config.errors import errors_of
 from lmtrain.evaluation.benchmarks.check import check_benchmarks
 from lmtrain.hf.find_tokenizer import open_tokenizer
 from lmtrain.lora.peft import check_adapter_config
 from lmtrain.run.config import RunConfig
 from lmtrain.run.masked import require_secrets
 from lmtrain.run.run import Run
+from lmtrain.run.without_effect import without_effect
 from lmtrain.runtime.logging import log, nothing_logged
 from lmtrain.runtime.processes import Processes
 from lmtrain.tracking.open import check_trackers
@@ -26,31 +27,17 @@ def check_settings(run: Run) -> None:
 
 
 def check_services(config: RunConfig, processes: Processes) -> None:
-    """Raise `UserError` for trackers and uploads that cannot work here; warn of a setting that may be a mistake."""
+    """Raise `UserError` for trackers and uploads that cannot work here; warn of settings that may be mistakes."""
     if processes.is_first:
         check_trackers(config.trainer.tracker)
         if config.hf_upload is not None:
             from lmtrain.hf.upload import check_upload
 
             check_upload(config.hf_upload)
+    for text in without_effect(config).values():
+        log.warning(text)
     if config.lora is None and "lora" in config.model_fields_set:
         log.warning("lora: is null, so all parameters are trained; lora: {} trains adapters with the defaults")
-
-
-def check_evaluation(config: RunConfig, has_validation: bool) -> None:
-    """Raise `UserError` for a setting that takes effect after evaluations, if there are none."""
-    trainer = config.trainer
-    if has_validation or config.eval_harness is not None:
-        return
-    for name, setting in (
-        ("early_stopping", trainer.early_stopping),
-        ("checkpointer.keep_best", trainer.checkpointer.keep_best),
-    ):
-        if setting is not None:
-            raise UserError(
-                f"trainer.{name}: the run has no evaluation, whose metrics it compares; set data.validation_urls (and "
-                "trainer.steps_per_eval), or eval_harness"
-            )
 
 
 def check_before_data(run: Run, data_identity: str, processes: Processes) -> None:

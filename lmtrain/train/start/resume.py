@@ -9,7 +9,7 @@ from lmtrain.checkpoint.discovery import Checkpoint
 from lmtrain.config.differences import describe_differences, require_equal
 from lmtrain.optim.schedules import build_schedule
 from lmtrain.run.config import RunConfig
-from lmtrain.run.identity import without_tunable
+from lmtrain.run.identity import omitted, without_tunable
 from lmtrain.runtime.logging import log
 from lmtrain.weights.export_folder import export_folder, is_missing
 
@@ -19,7 +19,7 @@ EVALUATION_PENDING = "evaluation_pending"
 # Key of a checkpoint's run info: the best evaluations so far, as in `lmtrain/train/loop/best.py`.
 DECISIONS = "decisions"
 
-# Factor between two steps by which a learning rate must grow, except in a warmup, to be warned about.
+# Factor between two steps by which a learning rate must change, beyond what was planned, to be warned about.
 _JUMP = 1.05
 
 
@@ -27,9 +27,8 @@ def check_identity(checkpoint: Checkpoint, now: Mapping[str, Any]) -> None:
     """Raise `UserError` if model, tokenizer, data or seed differ."""
     saved = checkpoint.read_run_info()["identity"]
     problem = f"{checkpoint.path} belongs to another run"
-    require_equal(
-        without_tunable(saved), without_tunable(now), problem, "set another trainer.id, or restore the config"
-    )
+    advice = "set another trainer.id, or restore the config"
+    require_equal(without_tunable(saved), without_tunable(now), problem, advice, omitted)
 
 
 def is_done(own: Checkpoint, config: RunConfig, now: Mapping[str, Any], run: str) -> bool:
@@ -74,16 +73,26 @@ def check_same_run(checkpoint: Checkpoint, run_info: Mapping[str, Any]) -> None:
 
 
 def _warn_of_rate_jump(step: int, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Warn if the learning rate jumps at this step, for example because a run is extended after its decay."""
+    """Warn if the learning rate jumps at this step, for example because a run is extended after its decay.
+
+    A rate that drops with the peak is what was asked for.
+    """
     try:
-        before, after = _rate(saved, step - 1), _rate(now, step)
+        before, planned, after = _rate(saved, step - 1), _rate(saved, step), _rate(now, step)
+        lowered = min(1.0, now["optimizer"]["learning_rate"] / saved["optimizer"]["learning_rate"])
     except (ValidationError, KeyError):  # a config of an earlier version
         return
-    if after > _JUMP * max(before, _rate(saved, step)):
+    if after > _JUMP * max(before, planned):
         log.warning(
             f"learning rate rises from {before:.3g} to {after:.3g} after step {step:,}, as the schedule has changed. "
             "To avoid the jump, resume from a checkpoint before the decay, and set optimizer.decay to the number of "
             "decay steps, which keeps the peak until then"
+        )
+    elif _JUMP * after < lowered * min(before, planned):
+        log.warning(
+            f"learning rate drops from {before:.3g} to {after:.3g} after step {step:,}, as the schedule has changed. "
+            "To avoid the jump, restore trainer.num_train_steps and the schedule, or resume from a checkpoint before "
+            "the decay of the new schedule"
         )
 
 

@@ -9,23 +9,7 @@ from lmtrain.config.load import LoadedConfig
 from lmtrain.run.config import RunConfig
 from lmtrain.run.run import Run
 from lmtrain.runtime.processes import ALONE, Processes
-from lmtrain.train.start.checks import check_before_data, check_evaluation, check_services, check_settings
-
-
-@pytest.mark.parametrize(
-    ("name", "trainer"),
-    [
-        ("early_stopping", {"early_stopping": {}}),
-        ("checkpointer.keep_best", {"checkpointer": {"keep_best": {}}}),
-    ],
-)
-def test_what_needs_an_evaluation_is_refused_without_one(name, trainer):
-    config = RunConfig.model_validate({"trainer": trainer})
-    check_evaluation(config, has_validation=True)
-    with pytest.raises(UserError, match=rf"^trainer\.{name}: the run has no evaluation"):
-        check_evaluation(config, has_validation=False)
-    harness = {"eval_harness": {"task_spec": ["one"]}}
-    check_evaluation(RunConfig.model_validate({"trainer": trainer, **harness}), has_validation=False)
+from lmtrain.train.start.checks import check_before_data, check_services, check_settings
 
 
 def test_trackers_are_checked_by_the_first_process_only(caplog):

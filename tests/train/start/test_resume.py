@@ -41,6 +41,18 @@ def test_the_same_run_is_accepted_without_a_message(checkpoint, caplog):
         ({"seed": 1}, "seed: the checkpoint has 0, this config has 1"),
         ({"model": {"hidden_dim": 16}}, "model.hidden_dim: the checkpoint has 8, this config has 16"),
         ({"data_tokens": "xyz"}, "data_tokens: the checkpoint has 'abc', this config has 'xyz'"),
+        (
+            {"model": {"hidden_dim": 8, "use_bias": False}},
+            "model.use_bias: the checkpoint has True (the default), this config has False",
+        ),
+        (
+            {"data": {"format": {"type": "chat", "too_long": "drop"}}, "objective": {"label_smoothing": 0.1}},
+            "data.format.type: the checkpoint has 'text' (the default), this config has 'chat'\n  "
+            "data.format.too_long: the checkpoint has nothing, this config has 'drop'\n  "
+            "objective.label_smoothing: the checkpoint has 0.0 (the default), this config has 0.1",
+        ),
+        ({"data_seed": 1}, "data_seed: the checkpoint has None (the default), this config has 1"),
+        ({"lora": {"r": 4}}, "lora.r: the checkpoint has nothing, this config has 4"),
         ({"new": 1}, "new: the checkpoint has nothing, this config has 1"),
     ],
 )
@@ -71,7 +83,8 @@ def test_other_changes_are_allowed_and_logged(checkpoint, caplog, part, changes,
 
 
 def with_schedule(steps, **optimizer):
-    return INFO | {"config": {"trainer": {"num_train_steps": steps}, "optimizer": {"type": "adam", **optimizer}}}
+    optimizer = {"type": "adam", "learning_rate": 1e-4, **optimizer}
+    return INFO | {"config": {"trainer": {"num_train_steps": steps}, "optimizer": optimizer}}
 
 
 def rate_warnings(tmp_path, caplog, step, saved, now):
@@ -89,6 +102,22 @@ def test_extending_a_finished_run_warns_that_the_learning_rate_rises(tmp_path, c
     (warning,) = rate_warnings(tmp_path, caplog, 100, saved, now)
     assert "rises from 0.0001 to 0.00055 after step 100" in warning
     assert "optimizer.decay" in warning
+
+
+@pytest.mark.parametrize(
+    ("step", "before", "after", "rates"),
+    [
+        (100, (200, {"warmup": 0}), (110, {"warmup": 0}), "0.000557 to 0.000118"),  # halfway, then near the end
+        (150, (200, {"warmup": 0, "decay": 20}), (200, {"warmup": 0}), "0.001 to 0.000232"),
+        (10, (200, {"warmup": 10}), (200, {"warmup": 100}), "0.0009 to 0.0001"),
+        (10, (200, {"warmup": 0.1}), (400, {"warmup": 0.1}), "0.00045 to 0.00025"),
+        (100, (200, {"warmup": 0}), (110, {"warmup": 0, "learning_rate": 5e-4}), "0.000557 to 5.91e-05"),
+    ],
+)
+def test_a_learning_rate_that_drops_with_another_schedule_is_warned_about(tmp_path, caplog, step, before, after, rates):
+    saved, now = (with_schedule(steps, **{"learning_rate": 1e-3, **optimizer}) for steps, optimizer in (before, after))
+    (warning,) = rate_warnings(tmp_path, caplog, step, saved, now)
+    assert f"drops from {rates} " in warning
 
 
 @pytest.mark.parametrize(
