@@ -1,14 +1,33 @@
 """Conversations and completions as texts, and the parts of them that are targets."""
 
+import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from lmtrain.hf.chat_template import ChatTemplate, Rendered, TemplateError
-from lmtrain.preprocess.messages import ASSISTANT, REASONING, Conversation, find_key, read_conversation, reads_key
-from lmtrain.preprocess.record_keys import FUNCTIONS, SYSTEM, TOOLS, may_matter, refuse_others, without
+from lmtrain.preprocess.messages import (
+    ASSISTANT,
+    REASONING,
+    Conversation,
+    as_messages,
+    find_key,
+    read_conversation,
+    reads_key,
+)
+from lmtrain.preprocess.record_keys import (
+    CONTEXT,
+    FUNCTIONS,
+    SYSTEM,
+    TOOLS,
+    may_matter,
+    refuse_context,
+    refuse_others,
+    without,
+)
 from lmtrain.preprocess.records import (
     PREFERENCE,
+    READ_CHATS,
     READ_PREFERENCES,
     BadRecordError,
     InstructionText,
@@ -16,8 +35,6 @@ from lmtrain.preprocess.records import (
     listed_keys,
 )
 
-# Keys of a record that belong to its prompt, and have no place in a completion.
-_CONTEXT = (*SYSTEM, TOOLS, FUNCTIONS, "input", "context")
 # Stands before a conversation that the assistant starts, to learn what the template writes for its message elsewhere.
 _OPENING = {"role": "user", "content": "x"}
 # Between what a model thinks and its reply, where both are in its content.
@@ -67,13 +84,14 @@ class Rendering:
 
     def as_text(self, targets: tuple[Span, ...]) -> InstructionText:
         """The text with these targets."""
-        tools = [_function(tool).get("name") for tool in self._more[0] or ()]
-        written = all(_is_written(message, self.text) for message in self._messages)
+        marked = "".join(self.text[start:end] for start, end in self._marked)
+        replies = [message for message in self._messages if message["role"] == ASSISTANT]
         return InstructionText(
             self.text,
             targets,
             _strings(self._messages),
-            is_written=written and all(str(name) in self.text for name in tools if name),
+            is_written=_are_written(self._messages, self._more[0], self.text),
+            is_marked=not self._marked or _are_written(replies, None, marked),
             has_reasoning=all(text in self.text for message in self._messages for text in _reasoning(message)),
         )
 
@@ -196,7 +214,7 @@ class Completions:
         return self.input_field
 
     def reads(self, key: str) -> bool:
-        return key in (self.input_field, self.output_field) or reads_context(key)
+        return key in (self.input_field, self.output_field) or may_matter(key)
 
     def check_keys(self, keys: Collection[str]) -> None:
         for key, setting in ((self.input_field, "input_field"), (self.output_field, "output_field")):
@@ -209,9 +227,12 @@ class Completions:
         self.check_keys(record)
         record = without(record, self.ignored_fields)
         keys = (self.input_field, self.output_field)
+        if messages := [key for key in keys if isinstance(as_messages(record.get(key)), list)]:
+            raise BadRecordError(f"{messages[0]!r} has messages; set {READ_CHATS}")
         prompt, completion = (checked_text(record.get(key), key) for key in keys)
-        refuse_context(record, keys, prompt)
-        if not completion:
+        refuse_others(record, (*keys, *SYSTEM, TOOLS, FUNCTIONS, *CONTEXT))
+        refuse_context(record, keys, (prompt, completion))
+        if not completion.strip():
             raise BadRecordError(f"{self.output_field!r} is empty")
         before = prompt + self.separate_with
         return InstructionText(
@@ -223,24 +244,6 @@ class Completions:
         )
 
 
-def reads_context(key: str) -> bool:
-    """Whether a key may be more of a prompt, or a mark."""
-    return key in _CONTEXT or may_matter(key)
-
-
-def refuse_context(record: Mapping[str, Any], read: Collection[str], prompt: str) -> None:
-    """Raise `BadRecordError` if a record has more than its texts under the keys of `read`: other parts of the prompt
-    under usual names, whose text the prompt lacks, or marks of what has a loss."""
-    refuse_others(record, (*read, *_CONTEXT))
-    for name in _CONTEXT:
-        value = record.get(name)
-        if name not in read and value not in (None, "", [], {}) and not (isinstance(value, str) and value in prompt):
-            raise BadRecordError(
-                f"{name!r} is not read: write it into the prompt, write messages for a chat template, or add it to "
-                "data.format.ignored_fields"
-            )
-
-
 def starts_with(answer: str, prompt: str) -> bool:
     """Whether an answer starts with the words of the prompt."""
     words, start = prompt.strip(), answer.lstrip()
@@ -248,13 +251,39 @@ def starts_with(answer: str, prompt: str) -> bool:
     return bool(words) and start.startswith(words) and not (words[-1].isalnum() and more.isalnum())
 
 
-def _is_written(message: Mapping[str, Any], text: str) -> bool:
-    """Whether a text has the content of a message and the names of its calls. Templates may drop its reasoning, and
-    write the results of tools in another form."""
-    names = [_function(call).get("name") for call in message.get("tool_calls") or []]
-    content = str(message.get("content") or "").rpartition(_END_OF_THINKING)[2].strip()
-    is_result = message["role"] in ("tool", "function")
-    return (is_result or content in text) and all(str(name) in text for name in names if name)
+def _are_written(messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, text: str) -> bool:
+    """Whether a text has the contents of messages, their calls with the arguments, and the names of the tools and of
+    their parameters. Templates may drop reasoning, write the results of tools in another form, and move texts."""
+    start = 0  # where the message before ends
+    for message in messages:
+        content = str(message.get("content") or "").rpartition(_END_OF_THINKING)[2].strip()
+        found = text.find(content, start)
+        if found < 0 and message["role"] not in ("tool", "function") and content not in text:
+            return False
+        calls = [_function(call) for call in message.get("tool_calls") or []]
+        written = [str(call["name"]) for call in calls if call.get("name")]
+        written += [leaf for call in calls for leaf in _leaves(call.get("arguments"))]
+        own = text[start:]
+        if not all(part in own or json.dumps(part, ensure_ascii=part.isascii())[1:-1] in own for part in written):
+            return False
+        start = max(start, found + len(content))
+    described = [_function(tool) for tool in tools or ()]
+    names = [str(tool["name"]) for tool in described if tool.get("name")]
+    for tool in described:
+        properties = (
+            (tool.get("parameters") or {}).get("properties") if isinstance(tool.get("parameters"), Mapping) else {}
+        )
+        names += [str(name) for name in properties or {}]
+    return all(name in text for name in names)
+
+
+def _leaves(value: Any) -> list[str]:
+    """The texts and numbers in the arguments of a call."""
+    if isinstance(value, Mapping):
+        return [leaf for part in value.values() for leaf in _leaves(part)]
+    if isinstance(value, list | tuple):
+        return [leaf for part in value for leaf in _leaves(part)]
+    return [] if value is None or isinstance(value, bool) else [str(value)]
 
 
 def _reasoning(message: Mapping[str, Any]) -> list[str]:

@@ -3,10 +3,12 @@
     {"messages": [{"role": "user", "content": "..."}, ...]}           OpenAI; content may be a list of text parts
     {"conversations": [{"from": "human", "value": "..."}, ...]}       ShareGPT
     {"instruction": "...", "input": "...", "output": "..."}           Alpaca
+    {"prompt": [messages], "completion": [messages]}                  TRL; the messages of the prompt are no targets
 
-The last two are recognized if a record has no key `messages` and `messages_field` has its default.
+The last three are recognized if a record has no key `messages` and `messages_field` has its default.
 """
 
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -14,11 +16,17 @@ from typing import Any
 
 from lmtrain.data.formats import ChatFormat
 from lmtrain.preprocess.record_keys import (
+    CONTEXT,
+    FUNCTIONS,
     MARKS,
     SYSTEM,
+    TOOLS,
+    VARIABLES,
+    is_inside,
     mark_of,
     may_matter,
     parsed,
+    refuse_context,
     refuse_others,
     system_text,
     tools_of,
@@ -38,13 +46,18 @@ from lmtrain.preprocess.records import (
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 ASSISTANT = "assistant"
 # Keys of a message that hold what the model thinks before its reply.
-REASONING = ("reasoning_content", "reasoning", "thinking")
+REASONING = ("reasoning_content", "reasoning", "thinking", "thoughts", "thought", "reasoning_details")
 _SYSTEM_ROLES = ("system", "developer")
 _OPENAI: str = ChatFormat.model_fields["messages_field"].default
 SHAREGPT = "conversations"
 _INSTRUCTION, _INPUT, _OUTPUT, _HISTORY = "instruction", "input", "output", "history"
 _ALPACA = (_INSTRUCTION, _INPUT, _OUTPUT)
-_PROMPT = "prompt"
+_PROMPT, _COMPLETION = "prompt", "completion"
+# The last reply, which some records have next to the messages before it.
+_REPLIES = (_COMPLETION, "response", "output", "answer")
+# Texts that were made of messages have some of these words, and no others, between theirs.
+_MARKUP = set("a ai answer assistant bot gpt human input instruction prompter q question response system user".split())
+_TAG, _WORD = re.compile(r"<[^<>]*>|\[/?[A-Z]+\]|#+"), re.compile(r"\w+")
 # Names of roles in `from`, in addition to ROLES.
 _FROM = {"human": "user", "gpt": ASSISTANT, "chatgpt": ASSISTANT, "observation": "tool"}
 
@@ -79,8 +92,8 @@ class Conversation:
 
 def reads_key(name: str, messages_field: str) -> bool:
     """Whether a key of a record is read: one of the messages, or one that changes what is learned."""
-    shapes = (_OPENAI, SHAREGPT, *_ALPACA, _HISTORY, _PROMPT) if messages_field == _OPENAI else ()
-    return name == messages_field or name in shapes or may_matter(name)
+    shapes = (_OPENAI, SHAREGPT, *_ALPACA, _PROMPT) if messages_field == _OPENAI else ()
+    return name == messages_field or name in (*shapes, *_REPLIES) or may_matter(name)
 
 
 def find_key(keys: Collection[str], messages_field: str) -> str:
@@ -94,6 +107,8 @@ def find_key(keys: Collection[str], messages_field: str) -> str:
         return SHAREGPT
     if messages_field == _OPENAI and {_INSTRUCTION, _OUTPUT} <= set(keys):
         return _INSTRUCTION
+    if messages_field == _OPENAI and COMPLETION <= set(keys):
+        return _PROMPT
     setting = "data.format.messages_field to the key of the messages"
     for shape, other in ((COMPLETION, READ_COMPLETIONS), (PREFERENCE, READ_PREFERENCES)):
         setting = other if set(keys) >= shape else setting
@@ -107,18 +122,34 @@ def read_conversation(record: Mapping[str, Any], messages_field: str, ignored: C
     """
     record = without(record, ignored)
     key = find_key(record, messages_field)
-    read = {key, "tools", "functions", "chat_template_kwargs", *SYSTEM}
+    read = {key, *CONTEXT, *SYSTEM, TOOLS, FUNCTIONS, VARIABLES}
+    refuse_others(record, read)
     if key == _INSTRUCTION:
-        refuse_others(record, read | set(_ALPACA))
-        listed: Any = _from_alpaca(record)
+        found, read_texts = check_messages(_from_alpaca(record), key, ignored), (*SYSTEM, TOOLS, FUNCTIONS, *_ALPACA)
+    elif key == _PROMPT != messages_field:
+        found, read_texts = _from_completion(record, ignored), (*SYSTEM, TOOLS, FUNCTIONS, _PROMPT)
     else:
-        refuse_others(record, read)
-        listed = parsed(record[key], key)
-    found = check_messages(listed, key, ignored)
+        found = check_messages(parsed(record[key], key), key, ignored)
+        read_texts = (*SYSTEM, TOOLS, FUNCTIONS, key, _PROMPT)
+        check_prompt(record.get(_PROMPT) if key != _PROMPT else None, found.messages, _PROMPT)
+        _check_reply(record, found.messages)
+    refuse_context(record, read_texts, [str(message.get("content", "")) for message in found.messages])
     found = Conversation(found.messages, found.marks, tools_of(record), variables_of(record))
-    if key not in (_INSTRUCTION, _PROMPT) and _PROMPT in record:
-        check_prompt(record[_PROMPT], found.messages, _PROMPT)
     return found.with_system(system_text(record))
+
+
+def as_messages(value: Any) -> Any:
+    """A value that may be a list of messages: a single message is a list of one, and JSON text of messages is parsed."""
+    if isinstance(value, str) and value.lstrip().startswith("[{"):
+        try:
+            found = parsed(value, "")
+        except BadRecordError:
+            return value  # a text
+        is_list = isinstance(found, list) and all(
+            isinstance(part, dict) and {"role", "from"} & part.keys() for part in found
+        )
+        return found if is_list else value
+    return [value] if isinstance(value, dict) else value
 
 
 def check_messages(listed: Any, key: str, ignored: Collection[str] = ()) -> Conversation:
@@ -132,6 +163,11 @@ def check_messages(listed: Any, key: str, ignored: Collection[str] = ()) -> Conv
         if not isinstance(message, dict):
             raise BadRecordError(f"message {number} is {type(message).__name__}, not a map with role and content")
         message = dict(without(message, ignored))
+        if (
+            message.get("role", message.get("from")) in _SYSTEM_ROLES
+            and message.get("content", message.get("value")) == ""
+        ):
+            continue  # as a record without a system text
         marks.append(mark_of(message, place))
         messages.append(_checked({name: message[name] for name in message if name not in MARKS}, number))
         refuse_others(messages[-1], ("role", "content"), place)
@@ -142,17 +178,30 @@ def check_messages(listed: Any, key: str, ignored: Collection[str] = ()) -> Conv
 def check_prompt(prompt: Any, messages: list[dict[str, Any]], key: str) -> None:
     """Raise `BadRecordError` if a prompt that is not read, since the messages have it, is not among them."""
     contents = [str(message.get("content", "")).strip() for message in messages]
+    rest = str(prompt or "") if isinstance(prompt, str) else ""
     if isinstance(prompt, list):
         inside = [message.get("content", message.get("value")) for message in prompt if isinstance(message, dict)]
         missing = any(str(content or "").strip() not in contents for content in inside)
-    else:  # one of the contents, or a text that was made of them
-        text = str(prompt or "").strip()
-        missing = bool(text) and not any(text in content or (content and content in text) for content in contents)
+    elif missing := bool(rest.strip()) and not is_inside(rest, contents):  # or a text that was made of the messages
+        for content in sorted(contents, key=len, reverse=True):
+            rest = rest.replace(content, " ") if content else rest
+        words = set(_WORD.findall(_TAG.sub(" ", rest).lower()))
+        missing = not words <= _MARKUP
     if missing:
         raise BadRecordError(
             f"{key!r} is not read, since the messages should have it, but they do not; write it as a message, or add "
             "it to data.format.ignored_fields"
         )
+
+
+def _check_reply(record: Mapping[str, Any], messages: list[dict[str, Any]]) -> None:
+    """Raise `BadRecordError` if the reply to the last message is next to the messages."""
+    for name in _REPLIES if messages[-1]["role"] != ASSISTANT else ():
+        if record.get(name) not in (None, "", [], {}):
+            raise BadRecordError(
+                f"{name!r} is not read, and the messages end without a reply; write it as a message, or add it to "
+                "data.format.ignored_fields"
+            )
 
 
 def _check_turns(messages: list[dict[str, Any]]) -> None:
@@ -165,6 +214,19 @@ def _from_alpaca(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     texts = {name: checked_text(record.get(name) or "", name) for name in _ALPACA}
     asked = "\n\n".join(text for text in (texts[_INSTRUCTION], texts[_INPUT]) if text)
     return [{"role": "user", "content": asked}, {"role": ASSISTANT, "content": texts[_OUTPUT]}]
+
+
+def _from_completion(record: Mapping[str, Any], ignored: Collection[str]) -> Conversation:
+    """A prompt and a completion that are messages. Replies in the prompt are no targets, as in TRL."""
+    prompt, completion = (as_messages(record[name]) for name in (_PROMPT, _COMPLETION))
+    if not isinstance(prompt, list) or not isinstance(completion, list):
+        raise BadRecordError(f"{_PROMPT!r} and {_COMPLETION!r} are not messages; set {READ_COMPLETIONS}")
+    asked = check_messages(prompt, _PROMPT, ignored)
+    marks = [
+        False if message["role"] == ASSISTANT else mark
+        for message, mark in zip(asked.messages, asked.marks, strict=True)
+    ]
+    return Conversation(asked.messages, marks) + check_messages(completion, _COMPLETION, ignored)
 
 
 def _checked(message: dict[str, Any], number: int) -> dict[str, Any]:
@@ -183,6 +245,8 @@ def _checked(message: dict[str, Any], number: int) -> dict[str, Any]:
         if kept.get("tool_calls"):
             raise BadRecordError(f"message {number} has function_call and tool_calls; keep one of them")
         kept["tool_calls"] = [{"type": "function", "function": call}]
+    if calls := _calls(kept.pop("tool_calls", None), f"message {number}: "):
+        kept["tool_calls"] = calls
     if isinstance(kept.get("content"), list):
         kept["content"] = _joined(kept["content"], number)
     elif not isinstance(kept.get("content", ""), str):
@@ -191,9 +255,31 @@ def _checked(message: dict[str, Any], number: int) -> dict[str, Any]:
         )
     if "content" not in message and not kept.get("tool_calls"):
         raise BadRecordError(f"message {number} has no content (it has {listed_keys(kept)})")
-    if not kept.get("content") and not kept.get("tool_calls"):
+    is_empty = not kept.get("content", "").strip() and not kept.get("tool_calls")
+    if is_empty and kept["role"] not in ("tool", "function"):
         raise BadRecordError(f"message {number} (role {kept['role']}) is empty")
     return kept
+
+
+def _calls(value: Any, place: str) -> list[Any]:
+    """Tool calls with their arguments as maps, as templates expect them: OpenAI writes them as JSON text."""
+    listed = parsed(value, f"{place}tool_calls") or []
+    if not isinstance(listed, list):
+        raise BadRecordError(f"{place}'tool_calls' is {type(listed).__name__}, not a list of calls")
+    return [_call(parsed(call, f"{place}tool_calls"), place) for call in listed]
+
+
+def _call(call: Any, place: str) -> Any:
+    if not isinstance(call, dict):
+        raise BadRecordError(f"{place}'tool_calls' has {type(call).__name__}, not maps with name and arguments")
+    if isinstance(call.get("function"), dict):
+        return {**call, "function": _call(call["function"], place)}
+    if not isinstance(call.get("arguments"), str):
+        return call
+    arguments = parsed(call["arguments"], f"{place}arguments")
+    if not isinstance(arguments, dict | None):
+        raise BadRecordError(f"{place}'arguments' is {type(arguments).__name__} in JSON, not a map")
+    return {**call, "arguments": arguments or {}}
 
 
 def _joined(parts: list[Any], number: int) -> str:

@@ -15,14 +15,18 @@ from typing import Any
 
 from lmtrain.config.errors import UserError
 from lmtrain.hf.chat_template import ChatTemplate
-from lmtrain.preprocess.instructions import Rendering, reads_context, refuse_context, starts_with
-from lmtrain.preprocess.messages import ASSISTANT, Conversation, check_messages, check_prompt
+from lmtrain.preprocess.instructions import Rendering, starts_with
+from lmtrain.preprocess.messages import ASSISTANT, Conversation, as_messages, check_messages, check_prompt
 from lmtrain.preprocess.record_keys import (
+    CONTEXT,
     FUNCTIONS,
     SYSTEM,
     TOOLS,
     VARIABLES,
+    is_inside,
+    may_matter,
     parsed,
+    refuse_context,
     refuse_others,
     system_text,
     tools_of,
@@ -58,7 +62,7 @@ class Preferences:
         return self.chosen_field
 
     def reads(self, key: str) -> bool:
-        return key in (*self._fields, *_CONVERSATIONS) or reads_context(key)
+        return key in (*self._fields, *_CONVERSATIONS) or may_matter(key)
 
     @property
     def _fields(self) -> tuple[str, str, str]:
@@ -76,7 +80,7 @@ class Preferences:
         template."""
         self.check_keys(record)
         record = without(record, self.ignored_fields)
-        prompt, chosen, rejected = (_messages(record.get(name)) for name in self._fields)
+        prompt, chosen, rejected = (as_messages(record.get(name)) for name in self._fields)
         if chosen is not None and chosen == rejected:
             raise EqualAnswersError
         if isinstance(chosen, list) and isinstance(rejected, list):
@@ -96,7 +100,16 @@ class Preferences:
         elif isinstance(prompt, list):
             raise BadRecordError(f"{self.prompt_field!r} is a list of messages, but {self.chosen_field!r} is text")
         prompt = checked_text(prompt, self.prompt_field)
-        refuse_context(record, self._fields, prompt)
+        if empty := [key for key, text in zip(self._fields[1:], texts, strict=True) if not text.strip()]:
+            raise BadRecordError(f"{empty[0]!r} is empty")
+        refuse_others(record, (*self._fields, *SYSTEM, TOOLS, FUNCTIONS, *CONTEXT))
+        conversations = {name: as_messages(record[name]) for name in _CONVERSATIONS if record.get(name)}
+        refuse_context(record, self._fields, (prompt, *texts))
+        if lost := [name for name, messages in conversations.items() if not is_inside(messages, (prompt, *texts))]:
+            raise BadRecordError(
+                f"{lost[0]!r} is not read, and is not in the texts that are; set data.format.prompt_field to it and "
+                "write the answers as messages, or add it to data.format.ignored_fields"
+            )
         of_text = (
             InstructionText(
                 prompt + text,
@@ -115,7 +128,7 @@ class Preferences:
                 f"{self.chosen_field!r} has messages, but the tokenizer has no chat template; set "
                 "data.format.chat_template, or use a tokenizer with one (`lmtrain tokenizer extend`)"
             )
-        refuse_others(record, (*self._fields, *SYSTEM, TOOLS, FUNCTIONS, VARIABLES))
+        refuse_others(record, (*self._fields, *SYSTEM, TOOLS, FUNCTIONS, VARIABLES, *CONTEXT))
         if not (chosen and rejected):
             raise BadRecordError("an answer has no message")
         answers = [
@@ -123,6 +136,9 @@ class Preferences:
             for messages, key in ((chosen, self.chosen_field), (rejected, self.rejected_field))
         ]
         asked, answers = self._prompt_and_answers(prompt, answers)
+        own = [*asked.messages, *(message for answer in answers for message in answer.messages)]
+        contents = [str(message.get("content", "")) for message in own]
+        refuse_context(record, (*self._fields, *SYSTEM, TOOLS, FUNCTIONS, "prompt"), contents)
         for name in _CONVERSATIONS:
             if record.get(name):
                 check_prompt(parsed(record[name], name), [*asked.messages, *answers[0].messages], name)
@@ -162,20 +178,6 @@ class Preferences:
                 f"{self.prompt_field!r} ends with a message of the user, and an answer starts with another one"
             )
         return asked, answers
-
-
-def _messages(value: Any) -> Any:
-    """An answer or a prompt. A single message is a list of one, and messages may be stored as JSON text."""
-    if isinstance(value, str) and value.lstrip().startswith("[{"):
-        try:
-            found = parsed(value, "")
-        except BadRecordError:
-            return value  # a text
-        is_list = isinstance(found, list) and all(
-            isinstance(part, dict) and {"role", "from"} & part.keys() for part in found
-        )
-        return found if is_list else value
-    return [value] if isinstance(value, dict) else value
 
 
 def _starts(conversations: list[list[dict[str, Any]]], messages: list[dict[str, Any]]) -> bool:

@@ -6,7 +6,7 @@ keys that mean something else.
 """
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from lmtrain.config.json_text import parse_json
@@ -25,11 +25,22 @@ _REFUSED = {
     "train_detail": "mark messages with weight: 0",
     "documents": "put them under chat_template_kwargs, for the template",
     "prefix": "a prefix of a reply that is not learned is not supported",
+    "tool_call": "write a list under tool_calls",
     **dict.fromkeys(("image", "images", "audio", "audios", "video", "videos"), "only text is supported"),
 }
-# Words of other names that look like marks: is_masked, lossWeight, train-on-turn.
-_WORDS = {"weight", "weights", "train", "training", "trainable", "loss", "mask", "masks", "masked", "label", "labels"}
-_INVERSE = {"mask", "masks", "masked"}
+# Texts that belong to a prompt or a reply, under usual names.
+CONTEXT = (
+    *("prompt", "question", "query", "instruction", "instructions", "input", "context", "passage", "document"),
+    *("background", "knowledge", "persona", "developer", "system_instruction", "choices", "options", "suffix"),
+    *("available_tools", "reasoning", "thinking", "thoughts", "complex_cot", "cot"),
+)
+# Words of other names that look like marks: is_masked, lossWeight, train-on-turn. The value 1 of the first ones, and 0
+# of the second, changes nothing, unless a word such as only says more.
+_POSITIVE = {"weight", "weights", "train", "training", "trainable", "loss", "learn", "label", "labels", "kto"}
+_NEGATIVE = {"mask", "masks", "masked", "skip", "ignore", "exclude"}
+_RESTRICTING = {"only", "on", "no", "not", "without", "first", "last"}
+# Words of names that mean something else: train_id, language_label, train_split.
+_OTHERS = {"id", "ids", "index", "split", "set", "size", "name", "source", "language", "lang", "time", "date", "step"}
 _WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")
 _IGNORE = "; if it means something else, add it to data.format.ignored_fields"
 
@@ -41,7 +52,7 @@ def without(record: Mapping[str, Any], ignored: Collection[str]) -> Mapping[str,
 
 def may_matter(name: str) -> bool:
     """Whether a key is in the table, or looks as if it belonged there."""
-    return name in (*SYSTEM, TOOLS, FUNCTIONS, VARIABLES) or name in _REFUSED or bool(_words(name) & _WORDS)
+    return name in (*SYSTEM, TOOLS, FUNCTIONS, VARIABLES, *CONTEXT) or name in _REFUSED or _is_mark(_words(name))
 
 
 def refuse_others(record: Mapping[str, Any], read: Collection[str] = (), place: str = "") -> None:
@@ -54,15 +65,37 @@ def refuse_others(record: Mapping[str, Any], read: Collection[str] = (), place: 
             continue
         if name in _REFUSED:
             raise BadRecordError(f"{place}{name!r} is not read: {_REFUSED[name]}{_IGNORE}")
-        words = _words(name) & _WORDS
+        words = _words(name)
         values = value if isinstance(value, list) else [value]
-        if words and all(isinstance(one, bool | int | float) for one in values):
-            if all(one == 1 for one in values) and not words & _INVERSE:
+        if _is_mark(words) and all(isinstance(one, bool | int | float) for one in values):
+            neutral = 0 if words & _NEGATIVE else 1
+            if all(one == neutral for one in values) and not words & _RESTRICTING:
                 continue
             raise BadRecordError(
-                f"{place}{name!r} looks like a mark of what has a loss, and is not read: mark messages with weight: 0 "
-                f"or 1{_IGNORE}"
+                f"{place}{name!r} looks like a mark of what has a loss, and is not read: only messages of "
+                f"conversations can be marked, with weight: 0 or 1{_IGNORE}"
             )
+
+
+def refuse_context(record: Mapping[str, Any], read: Collection[str], texts: Sequence[str]) -> None:
+    """Raise `BadRecordError` if a record has more than its `texts`, which are under the keys of `read`: other parts of
+    a prompt or reply under usual names that are not in the texts."""
+    for name in (*SYSTEM, TOOLS, FUNCTIONS, *CONTEXT):
+        value = record.get(name)
+        if name not in read and value not in (None, "", [], {}) and not is_inside(value, texts):
+            raise BadRecordError(
+                f"{name!r} is not read, and is not in the texts that are: write it into them, or add it to "
+                "data.format.ignored_fields"
+            )
+
+
+def is_inside(value: Any, texts: Sequence[str]) -> bool:
+    """Whether all texts in a value are parts of one of the `texts`."""
+    if isinstance(value, str):
+        return any(value.strip() in text for text in texts)
+    if isinstance(value, Mapping):
+        return all(is_inside(part, texts) for name, part in value.items() if name not in ("role", "from", "type"))
+    return not isinstance(value, list | tuple) or all(is_inside(part, texts) for part in value)
 
 
 def mark_of(message: Mapping[str, Any], place: str) -> bool | None:
@@ -128,6 +161,10 @@ def _tools(value: Any, key: str) -> list[Mapping[str, Any]]:
     if other := next((tool for tool in tools if not isinstance(tool, Mapping)), None):
         raise BadRecordError(f"{key!r} has {type(other).__name__}, not maps that describe tools")
     return tools
+
+
+def _is_mark(words: set[str]) -> bool:
+    return bool(words & (_POSITIVE | _NEGATIVE)) and not words & _OTHERS
 
 
 def _words(name: str) -> set[str]:

@@ -21,7 +21,7 @@ class InstructionText:
     in characters; `contents` are the texts that it was made of, without those of the template.
 
     `is_written`: the text has all that the messages say or call, and the tools. `has_reasoning`: it has all that the
-    assistant thinks. `is_plain`: no template has written it, so that it gets an EOS token. `repeats_prompt`: the answer
+    assistant thinks. `is_marked`: what the template marks as written by the assistant has all that it says or calls. `is_plain`: no template has written it, so that it gets an EOS token. `repeats_prompt`: the answer
     starts with the prompt, perhaps since both stand under its key.
     """
 
@@ -29,6 +29,7 @@ class InstructionText:
     targets: tuple[tuple[int, int], ...]
     contents: tuple[str, ...]
     is_written: bool = True
+    is_marked: bool = True
     has_reasoning: bool = True
     is_plain: bool = False
     repeats_prompt: bool = False
@@ -77,6 +78,7 @@ Record = tuple[int, Any]
 _CONVERSATIONS = ({"messages"}, {"conversations"}, {"instruction", "output"})
 COMPLETION = {"prompt", "completion"}
 PREFERENCE = {"chosen", "rejected"}
+READ_CHATS = "data.format: {type: chat} to read conversations"
 READ_COMPLETIONS = "data.format: {type: completion} to read prompts with completions"
 READ_PREFERENCES = "data.format: {type: preference} to read pairs of answers"
 
@@ -217,7 +219,7 @@ def _setting_for(keys: Collection[str]) -> str:
     if set(keys) >= PREFERENCE:
         return READ_PREFERENCES
     if is_conversation(keys):
-        return "data.format: {type: chat} to read conversations"
+        return READ_CHATS
     if set(keys) >= COMPLETION:
         return READ_COMPLETIONS
     return "data.text_key to the key"

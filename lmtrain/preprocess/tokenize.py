@@ -20,8 +20,9 @@ _GROUP_CHARACTERS = 2_000_000
 class TokenBatch(NamedTuple):
     """Concatenated token ids of documents, [tokens], and the length of each, int64 [documents]. Of instructions also
     which tokens are targets, bool [tokens], and the numbers of documents whose contents spell a special token, without
-    targets, with something that the template does not write, and with reasoning that it does not write. `doubled`:
-    documents whose text has the EOS or BOS token that is added to it."""
+    targets, with something that the template does not write, with reasoning that it does not write, with something of the
+    assistant outside of its marks, and without a special token among their targets. `empty`: texts without a token.
+    `doubled`: documents whose text has the EOS or BOS token that is added to it."""
 
     tokens: np.ndarray
     lengths: np.ndarray
@@ -30,6 +31,9 @@ class TokenBatch(NamedTuple):
     without_targets: int = 0
     unwritten: int = 0
     unreasoned: int = 0
+    unmarked: int = 0
+    endless: int = 0
+    empty: int = 0
     doubled: int = 0
 
     def only(self, kept: np.ndarray) -> "TokenBatch":
@@ -162,6 +166,7 @@ def _tokenize_instructions(
         targets.append(np.concatenate([np.zeros(len(before), bool), inside, np.ones(len(after), bool)]))
     added = tokenizer.parsing_backend.get_added_tokens_decoder().values()
     special = [token.content for token in added if token.special]
+    ends = {tokenizer.eos_id, *map(tokenizer.parsing_backend.token_to_id, special)}
     return TokenBatch(
         tokens=np.concatenate(ids),
         lengths=np.array([len(part) for part in ids], np.int64),
@@ -170,6 +175,11 @@ def _tokenize_instructions(
         without_targets=sum(not part.any() for part in targets),
         unwritten=sum(not document.is_written for document in documents),
         unreasoned=sum(not document.has_reasoning for document in documents),
+        unmarked=sum(not document.is_marked for document in documents),
+        endless=sum(
+            not document.is_plain and part.any() and not ends.intersection(own[part].tolist())
+            for document, own, part in zip(documents, ids, targets, strict=True)
+        ),
         doubled=doubled,
     )
 

@@ -42,6 +42,10 @@ _WARNINGS = {
     "unwritten": "the chat template does not write a message, a tool call or a tool of {} as it is; is a name in the "
     "template misspelt, such as message.contnt?",
     "unreasoned": "the chat template does not write the reasoning of {}, which is not learned",
+    "unmarked": "the {{% generation %}} marks of the chat template leave out a reply or a tool call of {}",
+    "endless": "the replies of {} end without a special token that is a target, so that a model does not learn to end "
+    "them; put it inside of the marks of the chat template",
+    "empty": "{} are empty, and are read as special tokens only",
     "doubled": "{} end with the EOS token or start with the BOS token, and get a second one; remove it from the text, "
     "or set data.enforce_eos or data.enforce_bos to false",
 }
