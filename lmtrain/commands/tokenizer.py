@@ -155,4 +155,6 @@ def _special_tokens(text: str) -> list[str]:
     tokens = [token.strip() for token in text.split(",") if token.strip()]
     if repeated := next((token for token in tokens if tokens.count(token) > 1), None):
         raise argparse.ArgumentTypeError(f"{repeated} is listed more than once")
+    if unbalanced := next((token for token in tokens if token.count("[") != token.count("]")), None):
+        raise argparse.ArgumentTypeError(f"{unbalanced} has a single bracket; write tokens with commas, without [ ]")
     return tokens

@@ -17,6 +17,7 @@ from lmtrain.hf.config import RENDERER_NAMES
 from lmtrain.hf.hub import prepare_hub
 from lmtrain.hf.special_tokens import SETTINGS_FILE, read_declared, read_settings
 from lmtrain.hf.tokenizer import TOKENIZER_FILES, Tokenizer, to_json
+from lmtrain.runtime.logging import log
 from lmtrain.runtime.storage import read_bytes
 
 TEMPLATE_FILE = "chat_template.jinja"
@@ -231,6 +232,8 @@ def find_template(folder: str, wanted: str | None, setting: str) -> ChatTemplate
 
 def check_tokens(template: ChatTemplate, tokenizer: Tokenizer, setting: str) -> None:
     """Raise `UserError` if the tokenizer would split a token that the template writes, such as <|im_end|>."""
+    if "strftime_now" in template.text:
+        log.warning(f"{setting}: the chat template writes the date, so that other days give other tokens")
     backend = tokenizer.parsing_backend
     tokens = spelled_tokens(template.text)
     with tokenizer.errors():

@@ -104,9 +104,9 @@ def _once(name: str, make: Callable[[str], None]) -> str:
     if not os.path.isfile(os.path.join(folder, "tokenizer.json")):
         temporary = f"{folder}.tmp-{os.getpid()}"
         shutil.rmtree(temporary, ignore_errors=True)
-        remove_temporaries(cache_folder(), age=UNUSED_SECONDS)
         try:
             os.makedirs(temporary)
+            remove_temporaries(cache_folder(), age=UNUSED_SECONDS)
             make(temporary)
             try:
                 os.rename(temporary, folder)

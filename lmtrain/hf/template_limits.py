@@ -165,7 +165,7 @@ def _limits() -> Iterator[None]:
 
 
 def _check(estimate: int) -> None:
-    """Raise `MemoryError` if a result of so many bytes is too large."""
+    """Raise `MemoryError` if a result of `estimate` bytes is too large."""
     if _used.bytes + estimate > MAX_BYTES:
         raise MemoryError
 

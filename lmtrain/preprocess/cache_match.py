@@ -29,8 +29,7 @@ def check_sources(folder: str, cached: Mapping[Any, _Source], wanted: Mapping[An
     ):
         return
     before, now = (dict.fromkeys(map(_name, sources.values())) for sources in (cached, wanted))
-    contents = list(map(_without_time, wanted.values()))
-    changed = [_name(s) for s in cached.values() if not any(_agree(_without_time(s), other) for other in contents)]
+    changed = [_name(s) for s in cached.values() if not any(_agree(s, other) for other in wanted.values())]
     lines = [f"{name} is in the cache, but no source of this config" for name in before if name not in now]
     lines += [f"{name} has changed since it was cached" for name in changed if name in now]
     if complete:

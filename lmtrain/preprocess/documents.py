@@ -138,6 +138,11 @@ class DocumentReader:
             )
 
     @property
+    def left_out(self) -> int:
+        """The number of records so far that are left out, since nothing can be learned from them."""
+        return len(self._equal)
+
+    @property
     def warnings(self) -> list[str]:
         """What was noticed about the records that have been read, with the first of them."""
         noticed = (

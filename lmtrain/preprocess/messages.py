@@ -56,7 +56,8 @@ _PROMPT, _COMPLETION = "prompt", "completion"
 # The last reply, which some records have next to the messages before it.
 _REPLIES = (_COMPLETION, "response", "output", "answer")
 # Texts that were made of messages have some of these words, and no others, between theirs.
-_MARKUP = set("a ai answer assistant bot gpt human input instruction prompter q question response system user".split())
+_MARKUP = {"a", "ai", "answer", "assistant", "bot", "gpt", "human", "input", "instruction", "prompter", "q", "question"}
+_MARKUP |= {"response", "system", "user"}
 _TAG, _WORD = re.compile(r"<[^<>]*>|\[/?[A-Z]+\]|#+"), re.compile(r"\w+")
 # Names of roles in `from`, in addition to ROLES.
 _FROM = {"human": "user", "gpt": ASSISTANT, "chatgpt": ASSISTANT, "observation": "tool"}
@@ -107,7 +108,7 @@ def find_key(keys: Collection[str], messages_field: str) -> str:
         return SHAREGPT
     if messages_field == _OPENAI and {_INSTRUCTION, _OUTPUT} <= set(keys):
         return _INSTRUCTION
-    if messages_field == _OPENAI and COMPLETION <= set(keys):
+    if messages_field == _OPENAI and set(keys) >= COMPLETION:
         return _PROMPT
     setting = "data.format.messages_field to the key of the messages"
     for shape, other in ((COMPLETION, READ_COMPLETIONS), (PREFERENCE, READ_PREFERENCES)):
@@ -124,22 +125,23 @@ def read_conversation(record: Mapping[str, Any], messages_field: str, ignored: C
     key = find_key(record, messages_field)
     read = {key, *CONTEXT, *SYSTEM, TOOLS, FUNCTIONS, VARIABLES}
     refuse_others(record, read)
+    own: tuple[str, ...] = (key, _PROMPT)
     if key == _INSTRUCTION:
-        found, read_texts = check_messages(_from_alpaca(record), key, ignored), (*SYSTEM, TOOLS, FUNCTIONS, *_ALPACA)
+        found, own = check_messages(_from_alpaca(record), key, ignored), _ALPACA
     elif key == _PROMPT != messages_field:
-        found, read_texts = _from_completion(record, ignored), (*SYSTEM, TOOLS, FUNCTIONS, _PROMPT)
+        found = _from_completion(record, ignored)
     else:
         found = check_messages(parsed(record[key], key), key, ignored)
-        read_texts = (*SYSTEM, TOOLS, FUNCTIONS, key, _PROMPT)
         check_prompt(record.get(_PROMPT) if key != _PROMPT else None, found.messages, _PROMPT)
         _check_reply(record, found.messages)
-    refuse_context(record, read_texts, [str(message.get("content", "")) for message in found.messages])
+    contents = [str(message.get("content", "")) for message in found.messages]
+    refuse_context(record, (*SYSTEM, TOOLS, FUNCTIONS, *own), contents)
     found = Conversation(found.messages, found.marks, tools_of(record), variables_of(record))
     return found.with_system(system_text(record))
 
 
 def as_messages(value: Any) -> Any:
-    """A value that may be a list of messages: a single message is a list of one, and JSON text of messages is parsed."""
+    """A value that may be messages: a single one becomes a list of one, and JSON text of messages is parsed."""
     if isinstance(value, str) and value.lstrip().startswith("[{"):
         try:
             found = parsed(value, "")

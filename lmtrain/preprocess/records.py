@@ -20,9 +20,10 @@ class InstructionText:
     """A conversation or a completion as text. `targets` are the parts that the model learns to write, as [start, end)
     in characters; `contents` are the texts that it was made of, without those of the template.
 
-    `is_written`: the text has all that the messages say or call, and the tools. `has_reasoning`: it has all that the
-    assistant thinks. `is_marked`: what the template marks as written by the assistant has all that it says or calls. `is_plain`: no template has written it, so that it gets an EOS token. `repeats_prompt`: the answer
-    starts with the prompt, perhaps since both stand under its key.
+    `is_written`: the text has all that the messages say or call, and the tools. `is_marked`: what the template marks as
+    the assistant's has all that it says or calls. `has_reasoning`: the text has all that the assistant thinks.
+    `is_plain`: no template has written it, so that it gets an EOS token. `repeats_prompt`: the answer starts with the
+    prompt, perhaps since both stand under its key.
     """
 
     text: str

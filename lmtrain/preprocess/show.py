@@ -32,6 +32,7 @@ from lmtrain.preprocess.sources import AnySource, list_sources
 from lmtrain.preprocess.token_documents import documents_in_place
 from lmtrain.preprocess.token_sources import TokenSource
 from lmtrain.preprocess.tokenize import tokenize
+from lmtrain.preprocess.write_shard import WARNINGS
 
 _GREEN, _BOLD, _PLAIN = "\x1b[32m", "\x1b[1m", "\x1b[0m"
 
@@ -39,13 +40,15 @@ _GREEN, _BOLD, _PLAIN = "\x1b[32m", "\x1b[1m", "\x1b[0m"
 @dataclass(frozen=True)
 class ShownDocument:
     """A document: ids int [tokens]; which are targets, bool [tokens], None for text; numbers of the sequences that
-    begin in it, by the index of their first token; and its length before it was cut off at the end of a sequence."""
+    begin in it, by the index of their first token; its length before it was cut off at the end of a sequence; and what
+    the build would warn of."""
 
     place: str
     ids: np.ndarray
     targets: np.ndarray | None
     sequences: dict[int, int]
     length: int
+    notes: tuple[str, ...] = ()
 
 
 def first_documents(config: DataConfig, seq_len: int, number: int) -> Iterator[ShownDocument]:
@@ -109,13 +112,19 @@ def _documents_of(source: AnySource, config: DataConfig, tokenizer: Tokenizer) -
         max_document_bytes=config.max_document_bytes,
     )
     split_long = tokenizer.library is not None and can_split(tokenizer.library)
+    left_out = 0
     for number, document in reader:
         batch = tokenize([document], tokenizer, config, split_long)
+        notes = tuple(text.format("this document") for name, text in WARNINGS.items() if getattr(batch, name))
+        if reader.left_out > left_out:
+            notes += (f"{counted(reader.left_out - left_out, 'pair')} of equal answers before it are left out",)
+            left_out = reader.left_out
         for index, end in enumerate(np.cumsum(batch.lengths).tolist()):
             part = slice(end - int(batch.lengths[index]), end)
             place = reader.place(number) + (f", {('chosen', 'rejected')[index]}" if len(batch.lengths) > 1 else "")
             targets = None if batch.targets is None else batch.targets[part]
-            yield ShownDocument(place, batch.tokens[part], targets, {}, part.stop - part.start)
+            shown = notes if index == 0 else ()
+            yield ShownDocument(place, batch.tokens[part], targets, {}, part.stop - part.start, shown)
 
 
 def _shown_in_place(source: TokenSource, config: DataConfig, tokenizer: Tokenizer) -> Iterator[ShownDocument]:
@@ -134,7 +143,7 @@ def describe_document(document: ShownDocument, tokenizer: Tokenizer, colour: boo
     if len(document.ids) < document.length:
         what = f"cut off after {len(document.ids):,}" if len(document.ids) else "dropped"
         head += f", longer than model.seq_len: {what}"
-    lines = [f"{_BOLD}{head}{_PLAIN}" if colour else head]
+    lines = [f"{_BOLD}{head}{_PLAIN}" if colour else head, *(f"warning: {note}" for note in document.notes)]
     if tokenizer.library is not None:
         lines += [_marked_text(document, tokenizer, before, after).removesuffix("\n")]
     if len(document.ids):

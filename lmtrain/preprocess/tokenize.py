@@ -20,9 +20,9 @@ _GROUP_CHARACTERS = 2_000_000
 class TokenBatch(NamedTuple):
     """Concatenated token ids of documents, [tokens], and the length of each, int64 [documents]. Of instructions also
     which tokens are targets, bool [tokens], and the numbers of documents whose contents spell a special token, without
-    targets, with something that the template does not write, with reasoning that it does not write, with something of the
-    assistant outside of its marks, and without a special token among their targets. `empty`: texts without a token.
-    `doubled`: documents whose text has the EOS or BOS token that is added to it."""
+    targets, with something that the template does not write, with reasoning that it does not write, with something of
+    the assistant outside of its marks, and without a special token among their targets. `empty`: texts without a
+    token. `doubled`: documents whose text has the EOS or BOS token that is added to it."""
 
     tokens: np.ndarray
     lengths: np.ndarray
@@ -70,7 +70,8 @@ def tokenize(documents: list[Any], tokenizer: Tokenizer, config: DataConfig, spl
     lengths = np.add.reduceat(np.concatenate(counts), first_piece)
     tokens = np.concatenate(parts)
     spelled, doubled = _count_spelled(tokens, lengths, _special_ids(tokenizer), before, after)
-    return _with_ends(tokens, lengths, before, after)._replace(spelled=spelled, doubled=doubled)
+    empty = int((lengths == 0).sum())
+    return _with_ends(tokens, lengths, before, after)._replace(spelled=spelled, doubled=doubled, empty=empty)
 
 
 def _concatenate(documents: list[TokenizedText], tokenizer: Tokenizer) -> TokenBatch:
@@ -166,7 +167,7 @@ def _tokenize_instructions(
         targets.append(np.concatenate([np.zeros(len(before), bool), inside, np.ones(len(after), bool)]))
     added = tokenizer.parsing_backend.get_added_tokens_decoder().values()
     special = [token.content for token in added if token.special]
-    ends = {tokenizer.eos_id, *map(tokenizer.parsing_backend.token_to_id, special)}
+    final = {tokenizer.eos_id, *map(tokenizer.parsing_backend.token_to_id, special)}
     return TokenBatch(
         tokens=np.concatenate(ids),
         lengths=np.array([len(part) for part in ids], np.int64),
@@ -177,7 +178,7 @@ def _tokenize_instructions(
         unreasoned=sum(not document.has_reasoning for document in documents),
         unmarked=sum(not document.is_marked for document in documents),
         endless=sum(
-            not document.is_plain and part.any() and not ends.intersection(own[part].tolist())
+            bool(not document.is_plain and part.any() and not final.intersection(own[part].tolist()))
             for document, own, part in zip(documents, ids, targets, strict=True)
         ),
         doubled=doubled,

@@ -36,7 +36,7 @@ _BATCH_DOCUMENTS = 1024
 _WRITER_OPTIONS = "group_size:1,uncompressed"
 
 # Warnings about documents, by the counts of `TokenBatch`.
-_WARNINGS = {
+WARNINGS = {
     "spelled": "the contents of {} spell special tokens, which are encoded as such, as in transformers",
     "without_targets": "{} have no target token, such as no message of the assistant; they are read without a loss",
     "unwritten": "the chat template does not write a message, a tool call or a tool of {} as it is; is a name in the "
@@ -103,7 +103,7 @@ def build_shard(job: ShardJob, report: Report = lambda *_: None) -> ShardInfo:
         skip_bad=job.config.on_bad_record == "skip",
         max_document_bytes=job.config.max_document_bytes,
     )
-    counts = dict.fromkeys(_WARNINGS, 0)
+    counts = dict.fromkeys(WARNINGS, 0)
     version = version_of(job.source)
     with _published(file) as temporary:
         with _written(temporary) as writer:
@@ -148,7 +148,7 @@ def _warnings(job: ShardJob, records: int, counts: dict[str, int], documents: in
     label = job.source.label
     is_part = isinstance(job.source, Source) and job.source.start is not None  # maybe the middle of a long line
     empty = [] if records or is_part else [f"{label}: no documents"]
-    found = {_WARNINGS[name]: f"{count:,} of {documents:,} documents" for name, count in counts.items() if count}
+    found = {WARNINGS[name]: f"{count:,} of {documents:,} documents" for name, count in counts.items() if count}
     return empty + [f"{label}: {warning.format(number)}" for warning, number in found.items()]
 
 

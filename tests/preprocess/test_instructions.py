@@ -27,6 +27,7 @@ from lmtrain.preprocess.records import BadRecordError, read_document
 from lmtrain.preprocess.sources import describe_source
 from lmtrain.preprocess.split_cache import find_cache
 from lmtrain.preprocess.tokenize import tokenize
+from lmtrain.preprocess.write_shard import WARNINGS
 
 CHAT = DataConfig(format={"type": "chat"})
 COMPLETION = DataConfig(enforce_eos=False, enforce_bos=True, format={"type": "completion"})
@@ -269,6 +270,34 @@ def test_replies_that_the_template_does_not_write_are_counted(tmp_path):
     assert shown == [True, False]
 
 
+CALL = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [{"function": {"name": "count", "arguments": {"of": "stars"}}}],
+}
+NAMES = "{{ messages[0].content }}{% for c in messages[1].tool_calls or [] %}{{ c.function.name }}{% endfor %}"
+GENERATION = "{% generation %}{{ messages[1].content }}{% endgeneration %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "counts"),
+    [
+        (PLAIN, [CONVERSATION[1], CONVERSATION[2]], {}),
+        (PLAIN, [{"role": "user", "content": "Use count for stars."}, CALL], {"unwritten"}),
+        (NAMES + "<|im_end|>", [CONVERSATION[1], CALL], {"unwritten"}),  # without the arguments
+        (NAMES + "{{ messages[1].tool_calls[0].function.arguments | tojson }}<|im_end|>", [CONVERSATION[1], CALL], {}),
+        (f"{{{{ messages[0].content }}}}{GENERATION}<|im_end|>", [CONVERSATION[1], CONVERSATION[2]], {"endless"}),
+        (f"{NAMES}stars{GENERATION}<|im_end|>", [CONVERSATION[1], CALL | {"content": "a"}], {"unmarked", "endless"}),
+    ],
+)
+def test_what_is_not_learned_of_a_conversation_is_counted(tmp_path, template, messages, counts):
+    folder = str(write_chat_tokenizer(tmp_path, template))
+    on = "last" if "generation %}" in template or template is PLAIN else "all"
+    document = Conversations(find_template(folder, None, "x"), "messages", on).read({"messages": messages})
+    batch = tokenize([document], load_tokenizer(folder), CHAT)
+    assert {name for name in WARNINGS if getattr(batch, name)} == set(counts)
+
+
 def test_special_tokens_of_a_template_are_parsed_where_text_is_split(tmp_path):
     folder = write_chat_tokenizer(tmp_path, PLAIN)
     settings = json.loads((folder / "tokenizer_config.json").read_text())
@@ -332,6 +361,11 @@ def test_completions_are_targets_and_end_in_an_eos_token(folder):
         ({"prompt": "a", "completion": ""}, ["'completion' is empty"]),
         ({"prompt": "a", "completion": "b", "system": "S"}, ["'system'", "data.format.ignored_fields"]),
         ({"prompt": "a", "completion": "b", "input": "c"}, ["'input'"]),
+        ({"prompt": "Which?", "completion": "b", "choices": {"text": ["c", "d"]}}, ["'choices'"]),
+        ({"prompt": "a", "completion": "b", "suffix": "c"}, ["'suffix'"]),
+        ({"prompt": "a", "completion": " "}, ["'completion' is empty"]),
+        ({"prompt": [{"role": "user", "content": "a"}], "completion": "b"}, ["'prompt' has messages", "type: chat"]),
+        ({"prompt": "a", "completion": '[{"role": "assistant", "content": "b"}]'}, ["'completion' has messages"]),
         ({"prompt": "a", "completion": "b", "tools": [{"name": "c"}]}, ["'tools'"]),
         ({"prompt": "a", "completion": "b", "history": [["c", "d"]]}, ["'history'"]),
         ({"prompt": "a", "completion": "b", "label": False}, ["'label'", "data.format.ignored_fields"]),

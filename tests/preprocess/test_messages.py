@@ -63,6 +63,8 @@ CALL = {"name": "count", "arguments": "{}"}
         {"instruction": "Who counts?", "output": "The robot.", "system_prompt": "S"},
         {"messages": ASKED, "system": "S", "weight": 1, "training": "sft", "loss": None, "score": 0.5},
         {"messages": ASKED, "system": "S", "prompt": "Who counts?", "history": []},
+        {"messages": ASKED, "system": "S", "prompt": "<|user|>Human: Who counts?\n\nAssistant:", "context": "counts"},
+        {"messages": ASKED, "system": "S", "train_id": 17, "language_label": 3, "is_masked": False, "answer": "B"},
         {"messages": ASKED, "system": "S", "prompt": [ASKED[0]], "tools": "", "functions": []},
     ],
 )
@@ -76,9 +78,36 @@ def test_functions_and_function_calls_are_tools_and_calls_of_tools():
         "functions": [CALL],
     }
     found = read_conversation(record, "messages")
-    assert found.messages[1] == {"role": "assistant", "tool_calls": [{"type": "function", "function": CALL}]}
+    call = {"name": "count", "arguments": {}}
+    assert found.messages[1] == {"role": "assistant", "tool_calls": [{"type": "function", "function": call}]}
     assert found.tools == [{"type": "function", "function": CALL}]
     assert read_conversation({"messages": ASKED, "tools": [json.dumps(CALL)]}, "messages").tools == [CALL]
+
+
+@pytest.mark.parametrize(
+    ("calls", "arguments"),
+    [
+        ([{"function": {"name": "a", "arguments": '{"city": "Oslo"}'}}], {"city": "Oslo"}),  # as OpenAI writes them
+        ([{"function": {"name": "a", "arguments": {"city": "Oslo"}}}], {"city": "Oslo"}),
+        ('[{"function": {"name": "a", "arguments": ""}}]', {}),
+    ],
+)
+def test_arguments_of_calls_are_maps(calls, arguments):
+    (_, found) = read_messages({"messages": [ASKED[0], {"role": "assistant", "tool_calls": calls}]}, "messages")
+    assert found["tool_calls"][0]["function"]["arguments"] == arguments
+
+
+def test_messages_of_a_prompt_and_its_completion_are_a_conversation_whose_prompt_is_no_target():
+    record = {"prompt": [*ASKED, ASKED[0]], "completion": [ASKED[1]], "system": "S"}
+    found = read_conversation(record, "messages")
+    assert [message["role"] for message in found.messages] == ["system", *["user", "assistant"] * 2]
+    assert found.marks == [None, None, False, None, None]
+
+
+def test_an_empty_system_message_is_none_and_an_empty_result_of_a_tool_is_one():
+    tool = {"role": "tool", "content": ""}
+    record = {"messages": [{"role": "system", "content": ""}, ASKED[0], {**ASKED[1], "tool_calls": []}, tool]}
+    assert read_messages(record, "messages") == [*ASKED, tool]
 
 
 def with_key(**more):
@@ -125,6 +154,18 @@ def test_marks_of_messages_say_what_is_a_target(more, marks):
         ({"messages": ASKED, "system": "S", "system_prompt": "T"}, ["'system' and 'system_prompt'"]),
         ({"messages": ASKED, "system": ["S"]}, ["'system' is list"]),
         ({"messages": ASKED, "prompt": "You are a pirate."}, ["'prompt'"]),
+        ({"messages": ASKED, "prompt": "Context: a passage.\nWho counts?"}, ["'prompt'"]),
+        ({"messages": ASKED, "context": "A long passage."}, ["'context'", "data.format.ignored_fields"]),
+        ({"instruction": "Who?", "output": "Me.", "context": "A passage."}, ["'context'"]),
+        ({"messages": ASKED, "complex_cot": "Hm."}, ["'complex_cot'"]),
+        ({"messages": ASKED[:1], "response": "The robot."}, ["'response'", "reply"]),
+        ({"messages": ASKED, "kto_tag": False}, ["'kto_tag'"]),
+        ({"messages": ASKED, "only_last_turn_loss": True}, ["'only_last_turn_loss'"]),
+        ({"messages": with_key(skip=True)}, ["message 2", "'skip'"]),
+        ({"messages": with_key(learn=False)}, ["message 2", "'learn'"]),
+        ({"messages": with_key(tool_call={"name": "a"})}, ["message 2", "'tool_call'", "tool_calls"]),
+        ({"messages": with_key(tool_calls=[{"name": "a", "arguments": "{"}])}, ["message 2", "arguments", "JSON"]),
+        ({"messages": with_key(tool_calls={"name": "a"})}, ["message 2", "'tool_calls' is dict"]),
         ({"messages": ASKED, "prompt": [{"role": "system", "content": "S"}]}, ["'prompt'"]),
         ({"messages": ASKED, "tools": {"name": "a"}}, ["'tools' is dict"]),
         ({"messages": ASKED, "tools": ["count"]}, ["'tools'", "not JSON"]),
@@ -179,6 +220,7 @@ USER = {"role": "user", "content": "a"}
         ({"messages": [{"role": "user", "content": {"text": "Hello"}}]}, "message 1: content is dict"),
         ({"messages": [USER, {"role": "assistant", "content": ""}]}, "message 2 (role assistant) is empty"),
         ({"messages": [USER, {"role": "assistant", "content": None}]}, "message 2 (role assistant) is empty"),
+        ({"messages": [USER, {"role": "assistant", "content": " "}]}, "message 2 (role assistant) is empty"),
         ({"messages": [USER, *[{"role": "assistant", "content": "b"}] * 2]}, "messages 2 and 3 both have"),
         ({"messages": "Hello"}, "'messages' is text, but not JSON"),
         ({"messages": "[1"}, "'messages' is text, but not JSON: Expecting ',' delimiter: character 3"),
