@@ -33,7 +33,12 @@ def verify_in_background(folder: str, shards: Shards) -> threading.Thread:
 
     Raises `ReadError` if the thread cannot be started.
     """
-    thread = threading.Thread(target=verify, args=(folder, shards), name="verify shards", daemon=True)
+
+    def run() -> None:
+        with contextlib.suppress(StoppedError):  # the build ended with the run
+            verify(folder, shards)
+
+    thread = threading.Thread(target=run, name="verify shards", daemon=True)
     try:
         thread.start()
     except RuntimeError as error:
