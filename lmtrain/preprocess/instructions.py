@@ -232,7 +232,7 @@ class Completions:
         prompt, completion = (checked_text(record.get(key), key) for key in keys)
         refuse_others(record, (*keys, *SYSTEM, TOOLS, FUNCTIONS, *CONTEXT))
         refuse_context(record, keys, (prompt, completion))
-        if not completion.strip():
+        if not completion:
             raise BadRecordError(f"{self.output_field!r} is empty")
         before = prompt + self.separate_with
         return InstructionText(

@@ -257,7 +257,7 @@ def _checked(message: dict[str, Any], number: int) -> dict[str, Any]:
         )
     if "content" not in message and not kept.get("tool_calls"):
         raise BadRecordError(f"message {number} has no content (it has {listed_keys(kept)})")
-    is_empty = not kept.get("content", "").strip() and not kept.get("tool_calls")
+    is_empty = not kept.get("content") and not kept.get("tool_calls")
     if is_empty and kept["role"] not in ("tool", "function"):
         raise BadRecordError(f"message {number} (role {kept['role']}) is empty")
     return kept

@@ -100,7 +100,7 @@ class Preferences:
         elif isinstance(prompt, list):
             raise BadRecordError(f"{self.prompt_field!r} is a list of messages, but {self.chosen_field!r} is text")
         prompt = checked_text(prompt, self.prompt_field)
-        if empty := [key for key, text in zip(self._fields[1:], texts, strict=True) if not text.strip()]:
+        if empty := [key for key, text in zip(self._fields[1:], texts, strict=True) if not text]:
             raise BadRecordError(f"{empty[0]!r} is empty")
         refuse_others(record, (*self._fields, *SYSTEM, TOOLS, FUNCTIONS, *CONTEXT))
         conversations = {name: as_messages(record[name]) for name in _CONVERSATIONS if record.get(name)}

@@ -322,12 +322,8 @@ def _with_times(folder: str, finished: CacheManifest, sources: Sequence[AnySourc
     if shards == finished.shards:
         return finished
     present_times = replace(finished, shards=shards)
-    lock = None if is_url(folder) else FileLock(os.path.join(folder, ".building"))
     with contextlib.suppress(OSError, UserError):  # of a cache that is only read
-        if lock is None or lock.acquire():  # else another process of the run writes it
-            save_manifest(folder, present_times)
-    if lock is not None:
-        lock.release()
+        save_manifest(folder, present_times)
     return present_times
 
 

@@ -23,7 +23,7 @@ def test_the_cost_is_that_of_the_plan(tmp_path, monkeypatch):
     command = ["scaling", "predict", "ladder.yaml", "--config", "big.yaml", *devices, "--efficiency", "0.5", "--json"]
     answer = json.loads(run_in_process(command, tmp_path, code=0).stdout)
     assert answer["device_hours"] == pytest.approx(answer["flops"] / (0.5 * bound * 989.4e12) / 3600, rel=1e-3)
-    best = [*command[:-1], "--hours", "1", "--write", "best.yaml"]
+    best = [*command[:-1], "--hours", "0.01", "--write", "best.yaml"]
     text = run_in_process(best, tmp_path, code=0).stdout
     assert f"50 % of the plan's bound of {100 * bound:.1f} % MFU" in text
     run_in_process(["config", "check", "best.yaml"], tmp_path, code=0)

@@ -154,8 +154,9 @@ def test_parameters_change_to_bfloat16_and_back_to_float32(folder):
     output = resume(folder, "half", 1, 8, [*EIGHT, "--trainer.mp", half])
     assert f"changed since {folder}/checkpoints/half/step-4: trainer.mp: the checkpoint has 'f32'" in output
     assert "params=bfloat16, compute=float32" in output
-    kernels = {array.dtype.name for name, array in arrays(folder, 8, "half").items() if "kernel" in name}
-    assert kernels == {"bfloat16"}
+    kernels = {(name.split("'")[1], a.dtype.name) for name, a in arrays(folder, 8, "half").items() if "kernel" in name}
+    assert {("params", "bfloat16"), ("average", "float32")} <= kernels
+    assert ("params", "float32") not in kernels
     output = resume(folder, "full", 1, 8, EIGHT, source="half", step=8)
     assert f"trainer.mp: the checkpoint has '{half}', this run has 'f32'" in output
     kernels = {array.dtype.name for name, array in arrays(folder, LAST, "full").items() if "kernel" in name}

@@ -109,7 +109,7 @@ def test_a_worker_killed_for_its_memory_is_reported_and_the_next_run_resumes(fol
         with contextlib.suppress(ProcessLookupError):
             os.kill(int(found[0].name.rpartition("-")[2]), signal.SIGKILL)  # as the kernel's OOM killer does
         output = output_of(process, 2)
-    assert "a tokenizer process died without an error, most likely killed for using too much memory" in output
+    assert "too much memory" in output
     assert "Run the same command again with a smaller data.num_preprocess_workers" in output
     check_finish(folder, undisturbed)
 

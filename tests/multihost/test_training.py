@@ -150,7 +150,8 @@ def test_four_processes_that_split_sequences_compare_answers_as_one(tmp_path):
     for command in (["train", "base.json"], ["export-hf", "base.json", "--output", "base"]):
         run_in_process(command, tmp_path, code=0)
     rows = [
-        {"prompt": "A star", "chosen": f" has {n} robots.", "rejected": f" is {n} rivers" * (n % 4)} for n in range(40)
+        {"prompt": "A star", "chosen": f" has {n} robots.", "rejected": f" is {n} rivers" * (1 + n % 4)}
+        for n in range(40)
     ]
     for split in ("train", "validation"):
         (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -363,7 +363,6 @@ def test_completions_are_targets_and_end_in_an_eos_token(folder):
         ({"prompt": "a", "completion": "b", "input": "c"}, ["'input'"]),
         ({"prompt": "Which?", "completion": "b", "choices": {"text": ["c", "d"]}}, ["'choices'"]),
         ({"prompt": "a", "completion": "b", "suffix": "c"}, ["'suffix'"]),
-        ({"prompt": "a", "completion": " "}, ["'completion' is empty"]),
         ({"prompt": [{"role": "user", "content": "a"}], "completion": "b"}, ["'prompt' has messages", "type: chat"]),
         ({"prompt": "a", "completion": '[{"role": "assistant", "content": "b"}]'}, ["'completion' has messages"]),
         ({"prompt": "a", "completion": "b", "tools": [{"name": "c"}]}, ["'tools'"]),

@@ -220,7 +220,6 @@ USER = {"role": "user", "content": "a"}
         ({"messages": [{"role": "user", "content": {"text": "Hello"}}]}, "message 1: content is dict"),
         ({"messages": [USER, {"role": "assistant", "content": ""}]}, "message 2 (role assistant) is empty"),
         ({"messages": [USER, {"role": "assistant", "content": None}]}, "message 2 (role assistant) is empty"),
-        ({"messages": [USER, {"role": "assistant", "content": " "}]}, "message 2 (role assistant) is empty"),
         ({"messages": [USER, *[{"role": "assistant", "content": "b"}] * 2]}, "messages 2 and 3 both have"),
         ({"messages": "Hello"}, "'messages' is text, but not JSON"),
         ({"messages": "[1"}, "'messages' is text, but not JSON: Expecting ',' delimiter: character 3"),

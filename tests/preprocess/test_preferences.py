@@ -187,7 +187,7 @@ def test_texts_of_any_kind_are_kept(prompt, chosen, rejected):
         assert chosen == rejected
         return
     except BadRecordError as error:
-        is_empty = not (chosen.strip() and rejected.strip())
+        is_empty = not (chosen and rejected)
         assert "not UTF-8" in str(error) or is_empty  # noqa: PT017
         return
     batch = tokenize([pair], load_tokenizer(str(TOKENIZER)), config)
