@@ -157,7 +157,7 @@ class Preferences:
         messages = [answer.messages for answer in answers]
         if isinstance(prompt, list) and prompt:
             asked = check_messages(prompt, self.prompt_field, self.ignored_fields)
-            repeated = next((n for n in range(len(prompt), 0, -1) if _starts(messages, asked.messages[-n:])), 0)
+            repeated = next((n for n in range(len(asked.messages), 0, -1) if _starts(messages, asked.messages[-n:])), 0)
         elif isinstance(prompt, str) and prompt.strip() and all(own[0]["role"] == ASSISTANT for own in messages):
             asked, repeated = check_messages([{"role": "user", "content": prompt}], self.prompt_field), 0
         elif prompt is None or isinstance(prompt, str | list):
