@@ -43,7 +43,7 @@ def _is_same(cached: _Source, wanted: _Source | None) -> bool:
 
 
 def is_touched(cached: _Source, now: _Source) -> bool:
-    """Whether two records of the same source differ in the time of a file that is read in place."""
+    """Whether two records of the same source differ only in the time of the file."""
     return cached["url"] == now["url"] and cached.get("modified") != now.get("modified")
 
 

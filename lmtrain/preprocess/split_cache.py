@@ -187,8 +187,8 @@ class SplitCache(Cache):
         return self.manifest
 
     def save_times(self) -> None:
-        """Record the present times of files that are read in place, if only these have changed, so that this is not
-        logged again. Without access it is."""
+        """Record the present times of files whose contents are the same, so that they are not compared again. Without
+        access they are."""
         if self.has_new_times and self.manifest is not None:
             with contextlib.suppress(OSError, UserError):
                 save_manifest(self.folder, self.manifest)
@@ -232,9 +232,9 @@ def find_cache(config: DataConfig, split: str, is_read: bool = True, dropped: Dr
         if is_read:
             check_contents(folder, present.shards, recipe)
         pairs = list(zip(finished.shards, present.shards, strict=True))
-        touched = [now.file for before, now in pairs if is_touched(before.source, now.source)]
-        if touched:
-            log_touched(touched)
+        touched = [now for before, now in pairs if is_touched(before.source, now.source)]
+        if in_place := [shard.file for shard in touched if shard.in_place]:
+            log_touched(in_place)
         return SplitCache(config, split, recipe, dtype, [], present, is_read, has_new_times=bool(touched))
     sources = list_sources(config, split, tokenizer)
     for source in sources:
@@ -276,7 +276,7 @@ def split_folder(config: DataConfig, split: str) -> str:
 def _with_sources(
     config: DataConfig, split: str, folder: str, finished: CacheManifest, tokenizer: Tokenizer
 ) -> CacheManifest:
-    """A finished cache with the files that are read in place, where they are now.
+    """A finished cache with the files that are read in place, where they are now, and the present times of files.
 
     Raises `UserError` if it has other sources; sources that are unavailable, and not read any more, are not checked.
     """
@@ -296,7 +296,8 @@ def _with_sources(
     check_sources(folder, cached, expected, complete=True)
     pairs = zip(sources, finished.shards, strict=True)
     found = replace(finished, shards=[s.info if isinstance(s, TokenSource) else shard for s, shard in pairs])
-    return _with_times(folder, found, sources)
+    shards = [_with_time(shard, as_recorded(source)) for source, shard in zip(sources, found.shards, strict=True)]
+    return replace(found, shards=shards)
 
 
 def _check_dataset(folder: str, id: str, finished: CacheManifest) -> None:
@@ -311,20 +312,11 @@ def _check_dataset(folder: str, id: str, finished: CacheManifest) -> None:
     log.warning(f"{folder}: files of data.id {id} were modified since they were cached; if their rows differ, {advice}")
 
 
-def _with_times(folder: str, finished: CacheManifest, sources: Sequence[AnySource]) -> CacheManifest:
-    """The cache with the present times of files whose contents were compared, written so that this is not repeated."""
-    shards = []
-    for source, shard in zip(sources, finished.shards, strict=True):
-        recorded = as_recorded(source)
-        is_newer = shard.source["url"] == recorded["url"] and "sample" in shard.source
-        present = {"modified": recorded["modified"]} if is_newer else {}
-        shards.append(replace(shard, source={**shard.source, **present}))
-    if shards == finished.shards:
-        return finished
-    present_times = replace(finished, shards=shards)
-    with contextlib.suppress(OSError, UserError):  # of a cache that is only read
-        save_manifest(folder, present_times)
-    return present_times
+def _with_time(shard: ShardInfo, recorded: dict[str, Any]) -> ShardInfo:
+    """A shard with the present time of its source, whose content was compared (caches of today have a sample)."""
+    if shard.source["url"] != recorded["url"] or "sample" not in shard.source:
+        return shard
+    return replace(shard, source={**shard.source, "modified": recorded["modified"]})
 
 
 def _read_marker(path: str) -> tuple[dict[str, Any], ShardInfo] | None:

@@ -80,6 +80,7 @@ def test_a_bos_token_is_no_target():
         {"chosen": [ASK, GOOD], "rejected": [ASK, BAD]},
         {"prompt": "Who?", "chosen": [ASK, GOOD], "rejected": [ASK, BAD]},  # the prompt is in the messages, too
         {"prompt": [ASK], "chosen": [ASK, GOOD], "rejected": [ASK, BAD]},
+        {"prompt": [{"role": "system", "content": ""}, ASK], "chosen": [ASK, GOOD], "rejected": [ASK, BAD]},
         {"prompt": "Who?", "chosen": [GOOD], "rejected": [BAD]},
         {"prompt": ASK, "chosen": GOOD, "rejected": BAD, "messages": [ASK, GOOD], "score_chosen": 8.0},
         {"prompt": json.dumps([ASK]), "chosen": json.dumps([GOOD]), "rejected": json.dumps([BAD])},

@@ -124,11 +124,12 @@ def test_a_file_with_another_time_is_read_once_and_its_cache_is_used(work, large
     caplog.set_level("INFO")
     before, cache = finished_manifest(**large), work / "cache/train"
     os.utime(work / "large.jsonl", ns=(1, 1))
-    after = finished_manifest(**large)
+    build_cache(config(**large), "train")
+    after = load_manifest(str(cache))
     assert [shard.sha256 for shard in after.shards] == [shard.sha256 for shard in before.shards]
     assert [shard.source["modified"] for shard in after.shards] == [1, 1]
     source_checksums.cache_clear()
-    assert finished_manifest(**large) == load_manifest(str(cache)) == after
+    assert finished_manifest(**large) == after
     assert sum("comparing its content" in record.getMessage() for record in caplog.records) == 1
 
 
