@@ -11,11 +11,11 @@ import sys
 import traceback
 
 from lmtrain import __version__
-from lmtrain.config.errors import RunError, UserError
-from lmtrain.config.redact import redact
+from lmtrain.runtime.errors import RunError, UserError
 from lmtrain.runtime.logging import logging_restored
 from lmtrain.runtime.machine import keep_to_cpus
 from lmtrain.runtime.output import OutputError, discard_unwritten, standard_streams
+from lmtrain.runtime.redact import redact
 
 # command -> (module in lmtrain.commands, what it does)
 VERBS = {
@@ -76,7 +76,7 @@ def _run(argv: list[str]) -> int:
         return 0
     verb = argv[0]
     if verb not in VERBS:
-        from lmtrain.config.suggest import suggest_name
+        from lmtrain.runtime.errors import suggest_name
 
         hint = suggest_name(verb, VERBS)
         raise UserError(

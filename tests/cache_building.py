@@ -2,12 +2,11 @@
 
 from lmtrain.data.cache_manifest import CacheManifest
 from lmtrain.data.config import DataConfig
-from lmtrain.preprocess.build import Build
 from lmtrain.preprocess.executor import choose_executor
-from lmtrain.preprocess.prepare import wait
+from lmtrain.preprocess.prepare import Build, wait
 from lmtrain.preprocess.split_cache import find_cache
-from lmtrain.runtime.config import RayConfig
-from lmtrain.runtime.processes import ALONE
+from lmtrain.run.execution import RayConfig
+from lmtrain.runtime.logging import ALONE
 
 
 def build_cache(config: DataConfig, split: str) -> CacheManifest:

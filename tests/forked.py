@@ -33,9 +33,9 @@ _CONTEXT.set_forkserver_preload(
             "lmtrain.train.loop.loop",
             "lmtrain.models.registry",
         ),
-        *("lmtrain.train.start.initial_state", "lmtrain.train.start.evaluation", "lmtrain.train.start.reporting"),
+        *("lmtrain.train.start.initial_state", "lmtrain.train.start.train_batches", "lmtrain.train.start.reporting"),
         *("lmtrain.train.start.train_batches", "lmtrain.train.program.program", "lmtrain.checkpoint.checkpointer"),
-        *("lmtrain.train.start.run_info", "lmtrain.train.start.exporter", "lmtrain.evaluation.registry"),
+        *("lmtrain.train.start.reporting", "lmtrain.train.start.exporter", "lmtrain.evaluation.run"),
     ]
 )
 

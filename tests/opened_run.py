@@ -11,12 +11,11 @@ from conftest import tiny_settings
 
 from lmtrain.data.caches import Caches
 from lmtrain.hf.tokenizer import Tokenizer, load_tokenizer
-from lmtrain.preprocess.build import Build
 from lmtrain.preprocess.executor import choose_executor
-from lmtrain.preprocess.prepare import find_caches
+from lmtrain.preprocess.prepare import Build, find_caches
 from lmtrain.run.config import RunConfig
-from lmtrain.runtime.config import RayConfig
-from lmtrain.runtime.processes import ALONE
+from lmtrain.run.execution import RayConfig
+from lmtrain.runtime.logging import ALONE
 
 
 class OpenedRun(NamedTuple):

@@ -10,7 +10,7 @@ import sentencepiece
 from sentencepiece import sentencepiece_model_pb2
 from tokenizers import Tokenizer
 
-from lmtrain.hf.charsmap import read_rules
+from lmtrain.hf.sentencepiece_normalizer import read_rules
 
 RULES = ["identity", "nfkc", "nfkc_cf", "nmt_nfkc", "nmt_nfkc_cf"]
 _WORDS = """the rain in spain stays mainly in the plain and foo bar fool xfoo aaa hello world e\u0301te\u0301 ünï ①② ½

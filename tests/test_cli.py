@@ -12,7 +12,7 @@ import pytest
 
 from lmtrain import __version__
 from lmtrain.cli import VERBS, main
-from lmtrain.config.errors import RunError
+from lmtrain.runtime.errors import RunError
 
 SLOW = ["jax", "flax", "optax", "orbax", "grain", "numpy", "transformers", "tokenizers", "wandb", "tensorboardX"]
 

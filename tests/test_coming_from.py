@@ -17,7 +17,7 @@ from lmtrain.config.load import load_config
 from lmtrain.hf.tokenizer import load_tokenizer
 from lmtrain.models.params import abstract_params, count_parameters, flatten
 from lmtrain.models.registry import build_model
-from lmtrain.optim.weight_decay import decay_mask
+from lmtrain.optim.transforms import decay_mask
 from lmtrain.run.config import RunConfig
 
 ROOT = Path(__file__).parent.parent

@@ -13,13 +13,12 @@ import pytest
 
 from lmtrain.cli import VERBS
 from lmtrain.commands.arguments import Parser
-from lmtrain.commands.ladders import read_ladder
-from lmtrain.config.describe import describe
-from lmtrain.config.errors import UserError
+from lmtrain.commands.scaling import read_ladder
+from lmtrain.config.describe import describe, show
 from lmtrain.config.load import load_config
-from lmtrain.config.show import show
 from lmtrain.config.yaml_loader import load_file
 from lmtrain.run.config import RunConfig, resolved
+from lmtrain.runtime.errors import UserError
 from lmtrain.scaling.points import points
 
 ROOT = Path(__file__).parent.parent

@@ -15,7 +15,7 @@ USED = {
         *("orbax.checkpoint._src.serialization", "_BASE_TS_CONTEXT", "_DEFAULT_OCDBT_TS_CONTEXT"),
     },
     "tracking/jit_log.py": {"_context"},
-    "preprocess/local.py": {"_processes"},
+    "preprocess/executor.py": {"_processes"},
     "commands/arguments.py": {"_actions"},
 }
 

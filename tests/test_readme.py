@@ -16,7 +16,7 @@ from forked import run_script
 from pages import ROOT, run_as_written, write_own_text
 
 from lmtrain.cli import VERBS
-from lmtrain.config.counts import counted
+from lmtrain.runtime.errors import counted
 
 README = (ROOT / "README.md").read_text()
 CONTRIBUTING = (ROOT / ".github" / "CONTRIBUTING.md").read_text()

@@ -20,9 +20,7 @@ def export(folder: str, names: list[str]) -> int:
 
     from lmtrain.sharding.config import PartitioningConfig
     from lmtrain.sharding.mesh import build_layout
-    from lmtrain.weights.export import build_export
-    from lmtrain.weights.gather import gather_tensors
-    from lmtrain.weights.write_export import write_export
+    from lmtrain.weights.write_export import build_export, gather_tensors, write_export
 
     layout = build_layout(PartitioningConfig())
     os.makedirs(folder)

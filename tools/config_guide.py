@@ -22,7 +22,7 @@ from pydantic import BaseModel
 
 from lmtrain.config.describe import Group, Setting, describe, sections_of
 from lmtrain.config.load import load_config
-from lmtrain.config.setting import ROLES
+from lmtrain.config.section import ROLES
 from lmtrain.models.attention.kernel import kernels
 from lmtrain.models.attention.names import FEATURES
 from lmtrain.run.config import RunConfig, resolved

@@ -8,7 +8,7 @@ import sys
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))
 
-from lmtrain.preprocess.demo import write_demo_corpus  # requires the path above
+from lmtrain.preprocess.prepare_demo import write_demo_corpus  # requires the path above
 
 if __name__ == "__main__":
     folder = sys.argv[1] if len(sys.argv) > 1 else "demo"

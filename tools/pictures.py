@@ -20,24 +20,23 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from lmtrain.commands.ladders import read_ladder
+from lmtrain.commands.scaling import read_ladder
 from lmtrain.config.load import load_config
 from lmtrain.optim.config import AdamConfig
 from lmtrain.optim.schedules import build_schedule
 from lmtrain.plan import report
-from lmtrain.plan.answers import Plan
+from lmtrain.plan.request import Plan
+from lmtrain.report.charts import light
 from lmtrain.report.curve import thin
 from lmtrain.report.draw import draw, styled
 from lmtrain.report.plots import Line, Plot, colour_of
-from lmtrain.report.scaling_plots import scaling_plots
-from lmtrain.report.theme import light
+from lmtrain.report.scaling_page import scaling_plots
 from lmtrain.run.config import RunConfig
 from lmtrain.runtime.accelerators import find_accelerator
 from lmtrain.scaling.fitted import fit_ladder
 from lmtrain.scaling.points import best_rates, points, trials
 from lmtrain.scaling.predict import predict, tokens_of
 from lmtrain.scaling.results import Result, Results
-from lmtrain.tracking import live
 
 ROOT = Path(__file__).parent.parent
 PICTURES = ROOT / "configs" / "guide" / "pictures"
@@ -83,11 +82,13 @@ def schedules() -> str:
 def live_view() -> str:
     """The live view of a run, with the values of the README's quickstart."""
     console = _console(76)
-    with mock.patch.object(live.time, "monotonic", return_value=0.0):
-        view = live.LiveView("gpt2_nano-b2e784", 300, 0, [5.1 + 4 * 0.97**step for step in range(160)], console)
-    evaluated = live.Evaluated(150, 5.3602)
-    view.show(live.Shown(161, 5.1003, 1.73e-3, 7667.0, 0.534, evaluated=evaluated, next_evaluation=200, next_save=300))
-    with mock.patch.object(live.time, "monotonic", return_value=88.0):
+    with mock.patch.object(console.time, "monotonic", return_value=0.0):
+        view = console.LiveView("gpt2_nano-b2e784", 300, 0, [5.1 + 4 * 0.97**step for step in range(160)], console)
+    evaluated = console.Evaluated(150, 5.3602)
+    view.show(
+        console.Shown(161, 5.1003, 1.73e-3, 7667.0, 0.534, evaluated=evaluated, next_evaluation=200, next_save=300)
+    )
+    with mock.patch.object(console.time, "monotonic", return_value=88.0):
         console.print(view.render())
     return _terminal(console, "lmtrain train configs/gpt2_nano.yaml")
 

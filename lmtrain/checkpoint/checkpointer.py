@@ -18,18 +18,15 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from lmtrain.checkpoint.arrays import ArrayWriter, count_bytes
-from lmtrain.checkpoint.claim import TakenOverError
-from lmtrain.checkpoint.config import CheckpointerConfig
+from lmtrain.checkpoint.config import CheckpointerConfig, Kind, decide, next_permanent_step
 from lmtrain.checkpoint.discovery import RUN_INFO, Checkpoint, list_checkpoints, list_set_aside, step_folder
 from lmtrain.checkpoint.manifest import FileRecord, Manifest, record_files
-from lmtrain.checkpoint.policies import Kind, decide, next_permanent_step
-from lmtrain.checkpoint.run_folder import RunFolder, create_folder, naming_the_setting
+from lmtrain.checkpoint.run_folder import RunFolder, TakenOverError, create_folder, naming_the_setting
 from lmtrain.checkpoint.staging import Staging
 from lmtrain.checkpoint.verify import newest_intact
-from lmtrain.config.errors import RunError, UserError
 from lmtrain.runtime.distributed import gather
-from lmtrain.runtime.logging import log
-from lmtrain.runtime.processes import ALONE, Processes
+from lmtrain.runtime.errors import RunError, UserError
+from lmtrain.runtime.logging import ALONE, Processes, log
 from lmtrain.runtime.storage import is_url, join, list_files, write_json
 
 T = TypeVar("T")

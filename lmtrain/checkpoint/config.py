@@ -1,16 +1,18 @@
-"""Settings of checkpointing: where and how often to save, what to keep, what to initialize from."""
+"""Settings of checkpointing: where and how often to save, what to keep, what to initialize from; and the steps at which
+that is due.
+"""
 
+from collections.abc import Sequence
 from datetime import timedelta
+from enum import Enum
 from itertools import pairwise
 from typing import Literal
 
 from pydantic import field_validator, model_validator
 
-from lmtrain.config.durations import Duration
-from lmtrain.config.errors import field_error
-from lmtrain.config.section import RunPath, Section
-from lmtrain.config.setting import changeable, tunable
-from lmtrain.runtime.run_path import fill_run_id, run_path
+from lmtrain.config.section import Duration, RunPath, Section, changeable, tunable
+from lmtrain.runtime.errors import field_error
+from lmtrain.runtime.storage import fill_run_id, run_path
 
 
 class KeepInterval(Section):
@@ -110,3 +112,38 @@ class InitializationConfig(Section):
         if self.load_checkpoint is False and self.load_checkpoint_path is not None:
             raise field_error("load_checkpoint_path", "conflicts with load_checkpoint: false; remove one of them")
         return self
+
+
+# Save policy: when to save, and which kind of checkpoint. Pure functions.
+#
+# Steps count finished updates: `step-1000` is the state after 1000 updates.
+
+
+class Kind(Enum):
+    """Permanent checkpoints are never deleted; a temporary one is deleted when a newer checkpoint is complete."""
+
+    PERMANENT = "permanent"
+    TEMPORARY = "temporary"
+
+
+def next_permanent_step(step: int, keep: Sequence[KeepInterval], last: int) -> int:
+    """The first step after `step` with a permanent checkpoint; the last step of a run has one.
+
+    The first entry of `keep` whose `until` is not past decides.
+    """
+    for entry in keep:
+        candidate = (step // entry.every + 1) * entry.every
+        if entry.until is None or candidate <= entry.until:
+            return min(candidate, last)
+        step = max(step, entry.until)
+    return last
+
+
+def decide(step: int, keep: Sequence[KeepInterval], *, last: bool, asked: bool) -> Kind | None:
+    """The kind of checkpoint to save after `step` updates, None for no save.
+
+    `last`: the end of the run, which is always saved. `asked`: a save is due by the clock or a signal.
+    """
+    if last or next_permanent_step(step - 1, keep, step + 1) == step:
+        return Kind.PERMANENT
+    return Kind.TEMPORARY if asked else None

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lmtrain.checkpoint.manifest import NAME, DamagedError, Manifest, read_manifest
-from lmtrain.config.errors import UserError
+from lmtrain.runtime.errors import UserError
 from lmtrain.runtime.storage import is_url, join, list_files, list_names, read_json
 
 RUN_INFO = "run.json"

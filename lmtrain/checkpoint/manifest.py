@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from lmtrain.checkpoint.policies import Kind
-from lmtrain.config.errors import UserError
+from lmtrain.checkpoint.config import Kind
+from lmtrain.runtime.errors import UserError
 from lmtrain.runtime.storage import is_url, join, list_files, read_bytes, read_range, read_reliably, write_bytes
 
 NAME = "manifest.json"

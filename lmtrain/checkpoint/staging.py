@@ -10,9 +10,9 @@ from contextlib import contextmanager
 
 from lmtrain.checkpoint.discovery import Checkpoint, step_folder
 from lmtrain.checkpoint.manifest import DamagedError, wrong_bytes
-from lmtrain.config.errors import UserError
 from lmtrain.runtime.distributed import gather
-from lmtrain.runtime.processes import Processes
+from lmtrain.runtime.errors import UserError
+from lmtrain.runtime.logging import Processes
 from lmtrain.runtime.progress import format_bytes
 from lmtrain.runtime.storage import download, is_url, join, upload
 

@@ -4,10 +4,9 @@ from collections.abc import Collection, Sequence
 
 from lmtrain.checkpoint.discovery import Checkpoint, find_checkpoints
 from lmtrain.checkpoint.manifest import DamagedError, check_sizes, wrong_bytes
-from lmtrain.config.errors import UserError
 from lmtrain.runtime.distributed import gather
-from lmtrain.runtime.logging import log
-from lmtrain.runtime.processes import ALONE, Processes
+from lmtrain.runtime.errors import UserError
+from lmtrain.runtime.logging import ALONE, Processes, log
 
 # Level of the check: checksums of all files, or only their existence and sizes.
 FULL, SIZES = "full", "sizes"

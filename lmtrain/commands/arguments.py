@@ -9,16 +9,12 @@ from glob import glob
 from typing import Any, NoReturn
 
 from lmtrain.config.describe import describe, format_settings
-from lmtrain.config.errors import UserError
-from lmtrain.config.load import LoadedConfig, load_config
-from lmtrain.config.overrides import split_overrides
-from lmtrain.config.redact import find_masked, redact
+from lmtrain.config.load import LoadedConfig, load_config, split_overrides
 from lmtrain.config.section import problem_of_text
-from lmtrain.config.suggest import suggest_name
 from lmtrain.run.config import RunConfig
-from lmtrain.run.identity import run_id
-from lmtrain.run.masked import fill_masked
-from lmtrain.run.run import Run
+from lmtrain.run.run import Run, fill_masked, run_id
+from lmtrain.runtime.errors import UserError, suggest_name
+from lmtrain.runtime.redact import find_masked, redact
 
 # Flags of the reference's programs that are settings in lmtrain.
 _SYNONYMS = {name: f"trainer.ray.{name}" for name in ("address", "start_workers", "auto_start_cluster")}
@@ -148,3 +144,37 @@ def at_least(minimum: float, kind: Callable[[str], float] = int) -> Callable[[st
 
     parse.__name__ = getattr(kind, "__name__", "number")  # of argparse's message for text that is not a number
     return parse
+
+
+def add_model_flags(parser: Parser, hf: bool = True) -> None:
+    """Add the flags that name a model: a checkpoint of a run or, with `hf`, a Hugging Face model."""
+    parser.add_argument(
+        "--run",
+        metavar="ID",
+        help="run id, or the folder of its logs; replaces CONFIG with the config that the run was started with, except "
+        "for secrets, which are not saved: where they are needed, add CONFIG",
+    )
+    parser.add_argument(
+        "--checkpoint",
+        "--checkpoint_path",
+        metavar="PATH",
+        help="checkpoint to load: step folder, run folder or a parent of it (default: the config's own run)",
+    )
+    parser.add_argument(
+        "--average",
+        metavar="N|A,B,...",
+        help="average of the last N permanent checkpoints, or of a list of steps or checkpoints",
+    )
+    if hf:
+        parser.add_argument(
+            "--hf", metavar="REF", help="Hugging Face model instead of a checkpoint: folder, URL, or id[@revision]"
+        )
+
+
+def check_model_flags(arguments: argparse.Namespace) -> None:
+    """Raise `UserError` for two models."""
+    if arguments.hf is None:
+        return
+    for flag in ("checkpoint", "average"):
+        if getattr(arguments, flag) is not None:
+            raise UserError(f"--hf and --{flag}: choose one")

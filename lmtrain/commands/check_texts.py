@@ -8,30 +8,26 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lmtrain.config.counts import counted
-from lmtrain.config.errors import UserError
-from lmtrain.config.redact import redact
 from lmtrain.data.config import DataConfig
 from lmtrain.hf.find_tokenizer import open_tokenizer
-from lmtrain.preprocess.benchmark_index import BenchmarkIndex, build_index, save_index
 from lmtrain.preprocess.check_texts import CheckedSource, CheckJob
-from lmtrain.preprocess.dropped import Dropped
-from lmtrain.preprocess.duplicates import DocumentHashes
 from lmtrain.preprocess.executor import choose_executor
 from lmtrain.preprocess.prepare_demo import prepare_demo
-from lmtrain.preprocess.recipe import chat_template_of
+from lmtrain.preprocess.recipe import Dropped, chat_template_of
 from lmtrain.preprocess.sources import AnySource, has_text, list_sources
 from lmtrain.preprocess.split_cache import make_folder
+from lmtrain.preprocess.text_matches import BenchmarkIndex, DocumentHashes, build_index, save_index
 from lmtrain.preprocess.token_sources import TokenSource
 from lmtrain.run.config import RunConfig
-from lmtrain.runtime.logging import log
-from lmtrain.runtime.processes import Processes
+from lmtrain.runtime.errors import UserError, counted
+from lmtrain.runtime.logging import Processes, log
 from lmtrain.runtime.progress import Progress
+from lmtrain.runtime.redact import redact
 from lmtrain.runtime.signals import StopRequest
 from lmtrain.runtime.storage import join, write_bytes, write_json
 
 if TYPE_CHECKING:
-    from lmtrain.evaluation.benchmarks.items import BenchmarkItem
+    from lmtrain.evaluation.benchmarks.tasks import BenchmarkItem
 
 REPORT = "check.json"
 _INDEX = "benchmarks.npz"

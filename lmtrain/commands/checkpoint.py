@@ -18,11 +18,10 @@ from lmtrain.checkpoint.discovery import (
 from lmtrain.checkpoint.manifest import DamagedError
 from lmtrain.checkpoint.verify import FULL, verify
 from lmtrain.commands.arguments import Parser
-from lmtrain.config.differences import describe_differences
-from lmtrain.config.errors import UserError
-from lmtrain.config.redact import redact
-from lmtrain.config.tree import dotted, walk_leaves
+from lmtrain.config.tree import describe_differences, dotted, walk_leaves
+from lmtrain.runtime.errors import UserError
 from lmtrain.runtime.progress import format_bytes, format_seconds
+from lmtrain.runtime.redact import redact
 
 
 def run(argv: list[str]) -> int:

@@ -4,14 +4,12 @@ import json
 import sys
 
 from lmtrain.commands.arguments import Parser, parse_run
-from lmtrain.config.errors import UserError
-from lmtrain.config.redact import redact
-from lmtrain.config.schema import build_schema
-from lmtrain.config.show import show
-from lmtrain.run.config import RunConfig, resolved
-from lmtrain.run.masked import require_secrets
-from lmtrain.run.run import Run, resolve
-from lmtrain.run.without_effect import check_evaluation, may_validate, without_effect
+from lmtrain.config.describe import show
+from lmtrain.config.spellings import build_schema
+from lmtrain.run.config import RunConfig, check_evaluation, may_validate, resolved, without_effect
+from lmtrain.run.run import Run, require_secrets, resolve
+from lmtrain.runtime.errors import UserError
+from lmtrain.runtime.redact import redact
 
 
 def run(argv: list[str]) -> int:
@@ -57,14 +55,14 @@ def _show(argv: list[str]) -> int:
     if arguments.resolved:
         run = _resolved(run)
         if run.config.trainer.replica_dcn_axis_size == "auto":
-            from lmtrain.train.start.replicas import resolve_replicas
+            from lmtrain.train.start.checks import resolve_replicas
 
             try:
                 run = resolve_replicas(run)
             except UserError as error:
                 print(f"note: replica_dcn_axis_size depends on the devices, and stays auto: {error}", file=sys.stderr)
     if arguments.plot_lr is not None:
-        from lmtrain.optim.plot import plot_learning_rate
+        from lmtrain.optim.schedules import plot_learning_rate
 
         plot_learning_rate(run.config.optimizer, run.config.trainer.num_train_steps, arguments.plot_lr)
         print(f"wrote {arguments.plot_lr}")
@@ -85,7 +83,7 @@ def _resolved(run: Run) -> Run:
     from lmtrain.data.caches import needs_all
     from lmtrain.preprocess.prepare import find_caches
     from lmtrain.preprocess.split_cache import has_cache
-    from lmtrain.train.start.run_length import length_of_data
+    from lmtrain.train.start.checks import length_of_data
     from lmtrain.weights.hf_config import resolve_hf
 
     run = resolve_hf(run)

@@ -7,16 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from lmtrain.commands.arguments import Parser, at_least, parse_run
-from lmtrain.commands.model_flags import add_model_flags, check_model_flags
-from lmtrain.config.errors import UserError
+from lmtrain.commands.arguments import Parser, add_model_flags, at_least, check_model_flags, parse_run
 from lmtrain.data.caches import Cache
 from lmtrain.evaluation.benchmarks.check import check_benchmarks
 from lmtrain.evaluation.benchmarks.config import EvalHarnessConfig
 from lmtrain.preprocess.prepare import find_caches, start_build, wait
-from lmtrain.run.masked import require_secrets
-from lmtrain.runtime.logging import log, start_console_log
-from lmtrain.runtime.processes import ALONE
+from lmtrain.run.run import require_secrets
+from lmtrain.runtime.errors import UserError
+from lmtrain.runtime.logging import ALONE, log, start_console_log
 from lmtrain.runtime.progress import Progress
 from lmtrain.runtime.signals import STOPPED_BY_SIGNAL, StoppedError, StopRequest
 from lmtrain.weights.trained_model import TrainedModel, from_checkpoint, from_hf
@@ -137,13 +135,11 @@ def _evaluate(
 
     `alone`: the model has no config that sets batch sizes. Raises `StoppedError`.
     """
-    from lmtrain.evaluation.interface import Context
-    from lmtrain.evaluation.registry import build_evaluators
-    from lmtrain.evaluation.run import Evaluations
-    from lmtrain.evaluation.validation_sets import open_validation_sets
-    from lmtrain.run.batching import choose_batching
-    from lmtrain.runtime.stop_check import StopCheck
-    from lmtrain.runtime.xla_options import refused_option, xla_options
+    from lmtrain.evaluation.interface import Context, open_validation_sets
+    from lmtrain.evaluation.run import Evaluations, build_evaluators
+    from lmtrain.run.trainer import choose_batching
+    from lmtrain.runtime.accelerators import refused_option, xla_options
+    from lmtrain.runtime.distributed import StopCheck
     from lmtrain.sharding.mesh import platform_of
 
     config = trained.config

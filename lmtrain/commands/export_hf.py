@@ -7,11 +7,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from lmtrain.commands.arguments import Parser, parse_run
-from lmtrain.commands.model_flags import add_model_flags
-from lmtrain.config.errors import UserError
+from lmtrain.commands.arguments import Parser, add_model_flags, parse_run
 from lmtrain.run.config import RunConfig
-from lmtrain.run.masked import require_secrets
+from lmtrain.run.run import require_secrets
+from lmtrain.runtime.errors import UserError
 from lmtrain.runtime.logging import log, start_console_log
 from lmtrain.runtime.storage import is_url
 from lmtrain.weights.export_folder import check_output, check_same_run
@@ -20,7 +19,7 @@ from lmtrain.weights.trained_model import TrainedModel, from_checkpoint
 from lmtrain.weights.write_export import DTYPES, write_export
 
 if TYPE_CHECKING:
-    from lmtrain.weights.export import Export
+    from lmtrain.weights.write_export import Export
 
 
 def run(argv: list[str]) -> int:
@@ -80,7 +79,7 @@ def run(argv: list[str]) -> int:
             base = export.config["base_model_name_or_path"] if export.is_adapter else None
             log.info(compare_logits(local, ours, seq_len, export.dtype, base))
         if repository is not None:
-            from lmtrain.hf.upload import upload_folder
+            from lmtrain.hf.hub import upload_folder
 
             url = upload_folder(local, repository, f"{trained.origin.run}, step {trained.step}")
             log.info(f"uploaded: {url}")
@@ -106,7 +105,7 @@ def _check(arguments: argparse.Namespace, config: RunConfig) -> None:
         if hf_ref(config) is not None and os.path.realpath(output) == os.path.realpath(str(hf_ref(config))):
             raise UserError(f"--output {output}: is the folder of initialize_from_hf; choose another")
     if arguments.upload is not None:
-        from lmtrain.hf.upload import check_upload
+        from lmtrain.hf.hub import check_upload
 
         check_upload(arguments.upload)
 
@@ -114,8 +113,7 @@ def _check(arguments: argparse.Namespace, config: RunConfig) -> None:
 def _build(trained: TrainedModel, model: Any, arguments: argparse.Namespace) -> tuple["Export", Callable[..., Any]]:
     """The export without its values, and a function from parameters and layout to the values of its pieces."""
     from lmtrain.lora.model import ADAPTERS, AdaptedModel
-    from lmtrain.weights.export import build_adapter_export, build_export
-    from lmtrain.weights.gather import gather_merged, gather_tensors
+    from lmtrain.weights.write_export import build_adapter_export, build_export, gather_merged, gather_tensors
 
     config, tokenizer, origin = trained.config, trained.tokenizer, trained.origin
     dtype = arguments.dtype or config.hf_save_dtype

@@ -5,14 +5,13 @@ import io
 import sys
 from collections.abc import Iterator
 
-from lmtrain.commands.arguments import Parser, at_least, parse_run
-from lmtrain.commands.model_flags import add_model_flags, check_model_flags
-from lmtrain.config.encodings import require_utf8
-from lmtrain.config.errors import UserError
-from lmtrain.generation.prompt import encode_prompt
+from lmtrain.commands.arguments import Parser, add_model_flags, at_least, check_model_flags, parse_run
+from lmtrain.generation.decode import encode_prompt
 from lmtrain.hf.chat_template import find_template
-from lmtrain.run.masked import require_secrets
+from lmtrain.run.run import require_secrets
+from lmtrain.runtime.errors import UserError
 from lmtrain.runtime.logging import log, start_console_log
+from lmtrain.runtime.text import require_utf8
 from lmtrain.weights.trained_model import TrainedModel, from_checkpoint, from_hf
 
 _CLEAR, _EXIT = "/clear", "/exit"
@@ -93,7 +92,7 @@ def _continue(arguments: argparse.Namespace, trained: TrainedModel) -> None:
 
     import jax
 
-    from lmtrain.generation.sample import SamplingSettings, sample
+    from lmtrain.generation.decode import SamplingSettings, sample
 
     settings = SamplingSettings(min(arguments.max_new_tokens, room), arguments.temperature, arguments.top_k)
     model, params, _ = trained.load()
@@ -124,7 +123,7 @@ def _chat(arguments: argparse.Namespace, trained: TrainedModel) -> None:
     template.check()
 
     from lmtrain.generation.chat import Chat
-    from lmtrain.generation.sample import SamplingSettings
+    from lmtrain.generation.decode import SamplingSettings
 
     settings = SamplingSettings(arguments.max_new_tokens, arguments.temperature, arguments.top_k)
     model, params, _ = trained.load()

@@ -8,17 +8,15 @@ from dataclasses import replace
 from functools import partial
 
 from lmtrain.commands.arguments import Parser, at_least, parse_run
-from lmtrain.config.errors import UserError
-from lmtrain.plan import eight_bit, report
-from lmtrain.plan.answers import ask, read_hlo
+from lmtrain.plan import candidates, report
 from lmtrain.plan.known_models import find_vocab_size, teacher_config, with_model_sizes
-from lmtrain.plan.request import STEPS, Request, Target
+from lmtrain.plan.request import STEPS, Request, Target, ask, read_hlo
 from lmtrain.plan.search import Search
-from lmtrain.runtime.accelerators import find_accelerator
-from lmtrain.runtime.atomic_files import write_atomically
+from lmtrain.runtime.accelerators import KINDS, find_accelerator, find_topology
+from lmtrain.runtime.errors import UserError
 from lmtrain.runtime.progress import Progress
 from lmtrain.runtime.signals import STOPPED_BY_SIGNAL, StoppedError
-from lmtrain.runtime.topologies import KINDS, find_topology
+from lmtrain.runtime.storage import write_atomically
 
 
 def run(argv: list[str]) -> int:
@@ -51,7 +49,7 @@ def run(argv: list[str]) -> int:
 def _plan(request: Request, flags: argparse.Namespace, vocabulary: str) -> int:
     with Progress("plan", 1, bar=not flags.json) as progress:
         plan = ask(request, flags.compile_timeout, partial(progress.update, 0))
-        comparison = eight_bit.compare(request, plan, flags.compile_timeout, partial(progress.update, 0))
+        comparison = candidates.compare(request, plan, flags.compile_timeout, partial(progress.update, 0))
     if plan.failure:
         _say("\n  ".join(["compiling failed; figures of a compiled step are missing:", *plan.failure.splitlines()]))
     if flags.hlo is not None:
@@ -91,7 +89,7 @@ def _search(request: Request, flags: argparse.Namespace) -> int:
         if any(request.config["model"].get(name) for name in ("embed_pdrop", "resid_pdrop", "attn_pdrop")):
             _say("note: dropout draws other random numbers if the number of microbatches changes")
         accelerator = find_accelerator(program["device"])
-        products = eight_bit.format_for(accelerator) if flags.allow_quantization else None
+        products = candidates.format_for(accelerator) if flags.allow_quantization else None
         if flags.allow_quantization and products is None:
             _say(f"note: products in 8 bits save no time on {accelerator.name if accelerator else program['device']}")
         search = Search(request, report.capacity_of(accelerator), flags.compile_timeout, _say, show, products)

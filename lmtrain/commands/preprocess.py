@@ -6,26 +6,23 @@ import sys
 import time
 
 from lmtrain.commands.arguments import Parser, at_least, parse_run
-from lmtrain.config.counts import counted
-from lmtrain.config.errors import UserError
-from lmtrain.config.redact import redact
 from lmtrain.data.cache_manifest import count_documents
 from lmtrain.data.caches import describe_epochs
 from lmtrain.data.verification import bytes_to_verify, verify
 from lmtrain.evaluation.benchmarks.check import check_benchmarks
 from lmtrain.evaluation.benchmarks.config import EvalHarnessConfig
-from lmtrain.preprocess.dropped import Dropped
 from lmtrain.preprocess.prepare import SplitCaches, find_caches, require_text, start_build, wait
 from lmtrain.preprocess.prepare_demo import missing_demo, prepare_demo
+from lmtrain.preprocess.recipe import Dropped
 from lmtrain.preprocess.sources import describe_urls, has_text
 from lmtrain.run.config import RunConfig
-from lmtrain.run.masked import require_secrets
-from lmtrain.run.run import Run
+from lmtrain.run.run import Run, require_secrets
 from lmtrain.runtime.distributed import start_processes
-from lmtrain.runtime.logging import log, start_console_log
+from lmtrain.runtime.errors import UserError, counted
+from lmtrain.runtime.logging import ALONE, Processes, log, start_console_log
 from lmtrain.runtime.output import standard_streams
-from lmtrain.runtime.processes import ALONE, Processes
 from lmtrain.runtime.progress import Progress, format_bytes
+from lmtrain.runtime.redact import redact
 from lmtrain.runtime.signals import STOPPED_BY_SIGNAL, StoppedError, StopRequest
 from lmtrain.weights.hf_config import resolve_hf
 
@@ -156,7 +153,7 @@ def _check_texts(
             confirm_run_unsafe_code=arguments.confirm_run_unsafe_code,
         )
         check_benchmarks(harness)
-        from lmtrain.evaluation.benchmarks.items import load_items
+        from lmtrain.evaluation.benchmarks.tasks import load_items
 
         items = list(load_items(harness))
     size = arguments.ngram or _NGRAM

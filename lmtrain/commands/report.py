@@ -6,13 +6,12 @@ from collections.abc import Sequence
 import yaml
 
 from lmtrain.commands.arguments import Parser
-from lmtrain.config.counts import counted
-from lmtrain.config.errors import UserError
 from lmtrain.config.load import load_config
-from lmtrain.config.redact import redact
-from lmtrain.report.find import find_runs, name_runs
+from lmtrain.report.run import find_runs, name_runs
 from lmtrain.run.config import RunConfig
+from lmtrain.runtime.errors import UserError, counted
 from lmtrain.runtime.progress import format_bytes
+from lmtrain.runtime.redact import redact
 
 
 def run(argv: list[str]) -> int:
@@ -64,7 +63,7 @@ def run(argv: list[str]) -> int:
 
 def _report_ladder(path: str, configs: list[str], output: str | None) -> int:
     """The page of a ladder, with the predicted losses of these configs."""
-    from lmtrain.commands.ladders import read_fit, read_ladder, train_tokens
+    from lmtrain.commands.scaling import read_fit, read_ladder, train_tokens
     from lmtrain.report.scaling_page import write_scaling_report
     from lmtrain.scaling.describe import effect_lines
     from lmtrain.scaling.predict import check_config, predict, tokens_of, unknown_effects

@@ -14,24 +14,74 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from lmtrain.commands.arguments import Parser, at_least
-from lmtrain.commands.ladders import read_fit, read_ladder, train_tokens
-from lmtrain.config.errors import UserError
-from lmtrain.config.load import LoadedConfig, load_config
-from lmtrain.config.redact import redact
-from lmtrain.plan.answers import ask
-from lmtrain.plan.known_models import teacher_config
-from lmtrain.plan.request import Request, Target
+from lmtrain.config.load import LoadedConfig, find_config, load_config
+from lmtrain.config.yaml_loader import load_file
+from lmtrain.plan.known_models import find_vocab_size, teacher_config
+from lmtrain.plan.request import Request, Target, ask
 from lmtrain.run.config import RunConfig
-from lmtrain.runtime.atomic_files import write_atomically
+from lmtrain.runtime.accelerators import KINDS, find_topology
+from lmtrain.runtime.errors import UserError
 from lmtrain.runtime.progress import Progress
-from lmtrain.runtime.topologies import KINDS, find_topology
-from lmtrain.scaling.arguments import as_overrides
+from lmtrain.runtime.redact import redact
+from lmtrain.runtime.storage import write_atomically
+from lmtrain.scaling.config import LadderConfig, as_overrides
+from lmtrain.scaling.ladder import Ladder, build_ladder
 
 if TYPE_CHECKING:
     from lmtrain.scaling.fitted import FittedLadder
-    from lmtrain.scaling.ladder import Ladder
     from lmtrain.scaling.points import Point
     from lmtrain.scaling.predict import Speed
+
+
+def read_ladder(path: str, vocab_size: int | None) -> Ladder:
+    """The ladder of a file, with the config that it names, relative to the file or as on the command line."""
+    try:
+        loaded = load_config(LadderConfig, path)
+    except UserError:
+        written = load_file(find_config(path)).data
+        if "sizes" not in written and {"data", "model", "trainer"} & set(written):
+            raise UserError(f"{path} is the config of a run, not a ladder, which has config and sizes") from None
+        raise
+    config = loaded.config.config
+    here = os.path.join(os.path.dirname(loaded.path), config)
+    near = [here + ending for ending in ("", ".yaml", ".yml") if os.path.isfile(here + ending)]
+    try:
+        found = near[0] if near else find_config(config)
+    except UserError as error:
+        raise UserError(f"{loaded.path}: config: {error}") from None
+    try:
+        base = load_config(RunConfig, found, as_overrides(loaded.config.overrides))
+    except UserError as error:
+        raise UserError(f"{loaded.path}: config with overrides: {error}") from None
+    return build_ladder(loaded, base, find_vocab_size(base.config.data, vocab_size)[0])
+
+
+def read_fit(ladder: Ladder) -> "FittedLadder":
+    """The law of the runs of a ladder that are done."""
+    from lmtrain.scaling.fitted import fit_ladder
+    from lmtrain.scaling.results import read_results
+
+    return fit_ladder(ladder, read_results(ladder), train_tokens(ladder.run))
+
+
+def train_tokens(config: RunConfig) -> float | None:
+    """Tokens that a run can read before its data repeats; None if the cache is not here or not complete.
+
+    Of a mixture, a source of weight w repeats after its tokens / w.
+    """
+    from lmtrain.preprocess.prepare import find_caches
+
+    try:
+        caches = find_caches(config.data, validation=False).train
+    except (UserError, OSError):  # the text may be on another machine
+        return None
+    if not all(cache.complete for cache in caches.values()):
+        return None
+    if config.data.configs is None:
+        return float(sum(cache.shards.tokens for cache in caches.values()))
+    changes = [weights for _, weights in config.data.weight_changes(list(caches))]
+    shares = {name: max(weights.get(name, 0.0) / sum(weights.values()) for weights in changes) for name in caches}
+    return min((cache.shards.tokens / shares[name] for name, cache in caches.items() if shares[name]), default=None)
 
 
 def run(argv: list[str]) -> int:
@@ -68,10 +118,9 @@ def _run(arguments: argparse.Namespace) -> int:
     """train all runs that are not done"""
     from lmtrain.scaling.describe import few_sizes, rate_lines
     from lmtrain.scaling.fitted import MIN_SIZES, check_data
-    from lmtrain.scaling.jobs import shell_lines, write_arrays
     from lmtrain.scaling.points import find_point, points, public_arguments
     from lmtrain.scaling.results import check, check_existing, read_results, stages
-    from lmtrain.scaling.runner import remaining, train_all
+    from lmtrain.scaling.runner import remaining, shell_lines, train_all, write_arrays
 
     ladder = read_ladder(arguments.ladder, arguments.vocab_size)
     if len(ladder.sizes) < MIN_SIZES:

@@ -5,9 +5,9 @@ PATH`: add special tokens and a chat template to the tokenizer of an existing mo
 import argparse
 
 from lmtrain.commands.arguments import Parser, at_least
-from lmtrain.config.errors import UserError
 from lmtrain.preprocess.learn import INPUT_SENTENCE_SIZE, check_output, existing, holds_another, learn_from_files
 from lmtrain.preprocess.prepare_demo import VOCAB_SIZE
+from lmtrain.runtime.errors import UserError
 from lmtrain.runtime.logging import log, start_console_log
 
 _TRAIN = """\

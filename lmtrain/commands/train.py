@@ -11,30 +11,25 @@ from contextlib import ExitStack, nullcontext
 from typing import TYPE_CHECKING
 
 from lmtrain.commands.arguments import Parser, parse_run
-from lmtrain.config.counts import counted
-from lmtrain.config.errors import ReadError, RunError
 from lmtrain.config.load import LoadedConfig
-from lmtrain.config.redact import find_secrets, redact, without
 from lmtrain.data.caches import Caches
 from lmtrain.hf.find_tokenizer import open_tokenizer
 from lmtrain.preprocess.prepare import find_caches, require_text, start_build, wait_for_enough
-from lmtrain.run.config import RunConfig
-from lmtrain.run.identity import run_id
-from lmtrain.run.run import Run, resolve
-from lmtrain.run.without_effect import check_evaluation
+from lmtrain.run.config import RunConfig, check_evaluation
+from lmtrain.run.run import Run, resolve, run_id
 from lmtrain.runtime.distributed import ending_for_all, gather, start_processes
-from lmtrain.runtime.logging import errors_in_files, log, logging_restored, start_console_log
+from lmtrain.runtime.errors import ReadError, RunError, counted
+from lmtrain.runtime.logging import Processes, errors_in_files, log, logging_restored, start_console_log
 from lmtrain.runtime.machine import is_cpu_only, keep_freed_memory
 from lmtrain.runtime.output import standard_streams
-from lmtrain.runtime.processes import Processes
+from lmtrain.runtime.redact import find_secrets, redact, without
 from lmtrain.runtime.signals import STOPPED_BY_SIGNAL, StopRequest
-from lmtrain.train.start.checks import check_before_data, check_services, check_settings
-from lmtrain.train.start.run_length import length_of_data
-from lmtrain.train.start.run_logs import keep_tokenizer, open_log
+from lmtrain.train.start.checks import check_before_data, check_services, check_settings, length_of_data
+from lmtrain.train.start.reporting import keep_tokenizer, open_log
 from lmtrain.weights.hf_config import resolve_hf
 
 if TYPE_CHECKING:
-    from lmtrain.preprocess.build import Build
+    from lmtrain.preprocess.prepare import Build
     from lmtrain.weights.trained_model import TrainedModel
 
 
@@ -104,7 +99,7 @@ def _with_data(run: Run, processes: Processes, began: float) -> int:
 
 def _on_devices(run: Run, caches: Caches, build: "Build", processes: Processes, began: float) -> int:
     from lmtrain.checkpoint.checkpointer import Checkpointer
-    from lmtrain.run.identity import run_identity
+    from lmtrain.run.run import run_identity
     from lmtrain.sharding.mesh import find_devices
     from lmtrain.train.loop.loop import train
     from lmtrain.train.loop.setup import set_up

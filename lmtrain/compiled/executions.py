@@ -1,11 +1,145 @@
 """All instructions of a program with their numbers of executions, including those in loops, fusions and calls."""
 
 import functools
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from lmtrain.compiled.hlo import Computation, HloInstruction, Module
-from lmtrain.compiled.loops import trip_count
+
+# Trip counts of `while` loops, as far as they follow from the program's text.
+#
+# A loop that runs 12 times, since it counts from 0 by 1 while the counter is less than 12:
+#
+#     %body (p: (s32[], f32[8])) -> (s32[], f32[8]) {
+#       %i = s32[] get-tuple-element(%p), index=0
+#       %step = s32[] constant(1)
+#       %next = s32[] add(%i, %step)
+#       ...
+#       ROOT %out = (s32[], f32[8]) tuple(%next, %y)
+#     }
+#
+#     %condition (p: (s32[], f32[8])) -> pred[] {
+#       %i = s32[] get-tuple-element(%p), index=0
+#       %end = s32[] constant(12)
+#       ROOT %less = pred[] compare(%i, %end), direction=LT
+#     }
+#
+#     ENTRY %main (x: f32[8]) -> f32[8] {
+#       %zero = s32[] constant(0)
+#       %start = (s32[], f32[8]) tuple(%zero, %x)
+#       %loop = (s32[], f32[8]) while(%start), condition=%condition, body=%body
+#       ...
+#
+# The addition and the comparison may be inside fusions, and the bound may be another element of the tuple that the body
+# passes on unchanged.
+
+_THROUGH = ("copy", "bitcast", "convert", "reshape", "broadcast", "copy-start", "copy-done", "opt-barrier")
+
+
+def trip_count(module: Module, inside: Computation, loop: HloInstruction) -> int | None:
+    """The trip count of `loop`, an instruction of `inside`; None if it depends on computed values.
+
+    XLA:GPU writes the number into the loop's configuration. Otherwise the loop must count a variable from a constant
+    by a constant step to a constant bound in its condition.
+    """
+    known = loop.find(r'"known_trip_count":\{"n":"(\d+)"\}')
+    if known is not None:
+        return int(known)
+    condition, body = (module.computations[loop.called(part) or ""] for part in ("condition", "body"))
+    compared = _compared(module, condition)
+    if compared is None:
+        return None
+    index, direction, bound = compared
+    begin = _initial(inside, loop, index)
+    end = bound if isinstance(bound, int) else _invariant(inside, loop, body, bound[0])
+    step = _step(module, body, index)
+    if begin is None or end is None or not step:
+        return None
+    distance = (end - begin) * (1 if step > 0 else -1)
+    if direction in ("LE", "GE"):
+        distance += 1
+    return max(-(-distance // abs(step)), 0)
+
+
+def _compared(module: Module, condition: Computation) -> tuple[int, str, int | tuple[int]] | None:
+    """The tuple index of the loop variable, the direction, and the bound: a constant, or (the index of a value,)."""
+    inside, compare = condition, condition.root
+    outer: dict[int, HloInstruction] = {}
+    if compare.opcode == "fusion":
+        outer = {number: condition.by_name[name] for number, name in enumerate(compare.operands)}
+        inside = module.computations[compare.called("calls") or ""]
+        compare = inside.root
+    if compare.opcode != "compare":
+        return None
+
+    def resolve(name: str) -> int | tuple[int] | None:
+        op, computation = _source(inside, inside.by_name[name]), inside
+        if op.opcode == "parameter" and outer:
+            op, computation = outer[int(op.arguments)], condition
+        value = _constant(computation, op)
+        if value is not None:
+            return value
+        index = op.find(r"index=(\d+)") if op.opcode == "get-tuple-element" else None
+        return (int(index),) if index else None
+
+    left, right = (resolve(name) for name in compare.operands[:2])
+    direction = compare.find(r"direction=(\w+)") or ""
+    if isinstance(left, tuple) and right is not None and direction in ("LT", "LE", "NE", "GT", "GE"):
+        return left[0], direction, right
+    return None
+
+
+def _initial(inside: Computation, loop: HloInstruction, index: int) -> int | None:
+    """The initial value of an element of the loop's tuple, if it is constant."""
+    start = inside.by_name.get(loop.operands[0])
+    if start is None or start.opcode != "tuple" or index >= len(start.operands):
+        return None
+    op = inside.by_name.get(start.operands[index])
+    return None if op is None else _constant(inside, op)
+
+
+def _invariant(inside: Computation, loop: HloInstruction, body: Computation, index: int) -> int | None:
+    """The loop-invariant constant at this index."""
+    if body.root.opcode != "tuple":
+        return None
+    kept = body.by_name.get(body.root.operands[index])
+    if kept is None or kept.opcode != "get-tuple-element" or f"index={index}" not in kept.attributes:
+        return None
+    return _initial(inside, loop, index)
+
+
+def _step(module: Module, body: Computation, index: int) -> int | None:
+    """The constant that the body adds to the loop variable."""
+    if body.root.opcode != "tuple":
+        return None
+    inside, op = body, _source(body, body.by_name[body.root.operands[index]])
+    if op.opcode == "get-tuple-element" and body.by_name[op.operands[0]].opcode == "fusion":
+        return None
+    constants: list[int | None] = []
+    if op.opcode == "fusion":
+        operands = [body.by_name[name] for name in op.operands]
+        inside = module.computations[op.called("calls") or ""]
+        constants = [_constant(body, operands[number]) for number in inside.parameters]
+        op = inside.root
+    if op.opcode not in ("add", "subtract"):
+        return None
+    constants += [_constant(inside, inside.by_name[name]) for name in op.operands]
+    steps = [value for value in constants if value is not None]
+    return (steps[0] if op.opcode == "add" else -steps[0]) if len(steps) == 1 else None
+
+
+def _source(inside: Computation, op: HloInstruction) -> HloInstruction:
+    """The instruction whose value `op` copies or converts."""
+    while op.opcode in _THROUGH and op.operands and op.operands[0] in inside.by_name:
+        op = inside.by_name[op.operands[0]]
+    return op
+
+
+def _constant(inside: Computation, op: HloInstruction) -> int | None:
+    op = _source(inside, op)
+    return int(op.arguments) if op.opcode == "constant" and re.fullmatch(r"-?\d+", op.arguments) else None
+
 
 # Mean trip count of a loop with a computed bound, by its `op_name`; None if unknown.
 Trips = Callable[[str], float | None]

@@ -3,12 +3,140 @@
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from lmtrain.compiled.collectives import Collective, Network, find_collectives
-from lmtrain.compiled.executions import Loop, Trips, walk
-from lmtrain.compiled.hlo import parse_hlo
+from lmtrain.compiled.executions import Execution, Loop, Trips, walk
+from lmtrain.compiled.hlo import Computation, HloInstruction, Module, parse_hlo
 from lmtrain.compiled.products import call_target, flops, is_8_bit
-from lmtrain.compiled.traffic import hbm_bytes
+from lmtrain.runtime.accelerators import Accelerator
+
+# Bytes read from and written to a device's main memory, according to the program's instructions.
+#
+# Each instruction reads its operands and writes its result once; a fusion counts as one instruction, since its
+# intermediate results stay in registers. If an array is only sliced, gathered from or updated in place, only the
+# accessed part counts. Caches are not modelled: a GPU, whose cache holds small arrays, may need less traffic.
+
+# Instructions without memory traffic, or whose traffic is that of the instructions inside.
+_NONE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "after-all",
+         "partition-id", "replica-id", "opt-barrier", "async-start", "async-update", "async-done", "add-dependency",
+         "domain", "get-dimension-size"}  # fmt: skip
+_SLICING = ("dynamic-slice", "slice", "gather")
+
+
+def hbm_bytes(execution: Execution) -> float:
+    """Bytes of one execution of an instruction; instructions inside a fusion are counted with the fusion."""
+    module, op, inside = execution.module, execution.instruction, execution.inside
+    if execution.fusion is not None or op.opcode in _NONE or op.opcode.endswith(("-done", "-update")):
+        return 0.0
+    if op.opcode == "fusion":
+        return _fusion(module, inside, op)
+    operands = [_operand(inside, name) for name in op.operands]
+    result = sum(shape.hbm_bytes for shape in op.shapes)
+    if op.opcode in _SLICING:
+        return 2 * result + sum(operands[1:])
+    if op.opcode == "dynamic-update-slice":
+        return 2 * operands[1]
+    if op.opcode == "scatter":
+        return 3 * sum(operands[len(operands) // 2 + 1 :]) + operands[len(operands) // 2]
+    if op.opcode == "slice-start":  # its result is (operands, slice, context)
+        part = op.shapes[len(op.operands)]
+        return (part.bytes if operands[0] else 0.0) + part.hbm_bytes
+    if op.opcode.endswith("-start") and op.opcode != "all-reduce-start":
+        return result  # the result includes the operands
+    return sum(operands) + result
+
+
+def _operand(inside: Computation, name: str) -> float:
+    operand = inside.by_name.get(name)
+    return sum(shape.hbm_bytes for shape in operand.shapes) if operand is not None else 0.0
+
+
+def _fusion(module: Module, inside: Computation, op: HloInstruction) -> float:
+    fused = module.computations[op.called("calls") or ""]
+    total = 0.0
+    for number, name in enumerate(op.operands):
+        complete = _operand(inside, name)
+        parameter = fused.parameters.get(number)
+        if complete and parameter is not None:
+            total += min(complete, _read(module, fused, parameter))
+    return total + _written(module, fused, op)
+
+
+def _read(module: Module, fused: Computation, parameter: HloInstruction) -> float:
+    """Bytes that a fusion reads of one of its operands."""
+    updated = _updated_in_place(module, fused)
+    total = 0.0
+    for user in _users(fused, parameter.name):
+        if user.opcode == "fusion":
+            nested = module.computations[user.called("calls") or ""]
+            names = _aliases(fused, parameter.name)
+            numbers = [number for number, name in enumerate(user.operands) if name in names]
+            total += sum(_read(module, nested, nested.parameters[number]) for number in numbers)
+        elif user.opcode in _SLICING and user.operands[0] in _aliases(fused, parameter.name):
+            total += sum(shape.bytes for shape in user.shapes)
+        elif user.name in updated and user.operands[0] in _aliases(fused, parameter.name):
+            continue
+        else:
+            return sum(shape.bytes for shape in parameter.shapes)
+    return total
+
+
+def _aliases(fused: Computation, name: str) -> set[str]:
+    """All names of a value: its own, and those of reinterpretations of its bytes."""
+    names = {name}
+    for op in fused.instructions:
+        if op.opcode in ("bitcast", "get-tuple-element") and op.operands and op.operands[0] in names:
+            names.add(op.name)
+    return names
+
+
+def _users(fused: Computation, name: str) -> list[HloInstruction]:
+    names = _aliases(fused, name)
+    return [op for op in fused.instructions if op.name not in names and names & set(op.operands)]
+
+
+def _updated_in_place(module: Module, fused: Computation) -> dict[str, float]:
+    """The results of a fusion that are partly updated in place: bytes of the updated part, by name."""
+    parts_by_name = {}
+    for name in _results(fused):
+        op = _source(fused, name)
+        if op.opcode == "dynamic-update-slice":
+            parts_by_name[op.name] = sum(shape.bytes for shape in fused.by_name[op.operands[1]].shapes)
+        elif op.opcode == "scatter":
+            updates = op.operands[len(op.operands) // 2 + 1 :]
+            parts_by_name[op.name] = 2 * sum(
+                shape.bytes for update in updates for shape in fused.by_name[update].shapes
+            )
+        elif op.opcode == "fusion" and len(op.shapes) == 1:
+            nested = module.computations[op.called("calls") or ""]
+            parts = _updated_in_place(module, nested)
+            if parts:
+                parts_by_name[op.name] = sum(parts.values())
+    return parts_by_name
+
+
+def _results(fused: Computation) -> list[str]:
+    return list(fused.root.operands) if fused.root.opcode == "tuple" else [fused.root.name]
+
+
+def _source(fused: Computation, name: str) -> HloInstruction:
+    """The instruction that computes a result, ignoring changes of its type."""
+    op = fused.by_name[name]
+    while op.opcode in ("bitcast", "convert", "copy") and op.operands and op.operands[0] in fused.by_name:
+        op = fused.by_name[op.operands[0]]
+    return op
+
+
+def _written(module: Module, fused: Computation, op: HloInstruction) -> float:
+    """Bytes that a fusion writes: its results, or the parts of them that it updates."""
+    updated = _updated_in_place(module, fused)
+    return sum(
+        min(updated.get(_source(fused, name).name, shape.bytes), shape.bytes)
+        for name, shape in zip(_results(fused), op.shapes, strict=False)
+        if not shape.space
+    )
+
 
 _CYCLES = r'"estimated_cycles":"(\d+)"'
 
@@ -84,3 +212,45 @@ def measure(text: str, network: Network, trips: Trips = lambda op_name: None) ->
         traffic[execution.where] += hbm_bytes(execution) * execution.times
         cycles += int(op.find(_CYCLES) or 0) * execution.times
     return Figures(products, kernels, traffic, find_collectives(executions, network), loops, cycles)
+
+
+# The minimum time of a program on a device, with each resource at its peak rate: the roofline model.
+#
+# Products, memory traffic and asynchronous communication can overlap; synchronous communication cannot:
+# seconds = max(products, HBM, asynchronous wire) + synchronous wire (Williams et al. 2009).
+
+
+def bound(
+    flops: float,
+    hbm_bytes: float,
+    collectives: Sequence[Collective],
+    accelerator: Accelerator,
+    eight_bit: float = 0.0,
+    products: str | None = None,
+) -> dict[str, Any]:
+    """Seconds of each resource, `total`, and `limited_by`, the limiting resource: products, hbm or wire.
+
+    `eight_bit` of the FLOPs are of products in the format `products`.
+
+    Between slices, each device has an equal share of the slow network, and the devices of one slice split the bytes
+    of a collective, as in hierarchical algorithms.
+    """
+    asynchronous = sum(_seconds(collective, accelerator) for collective in collectives if collective.asynchronous)
+    synchronous = sum(_seconds(collective, accelerator) for collective in collectives if not collective.asynchronous)
+    peak = accelerator.peak_flops
+    of_products = (flops - eight_bit) / peak + eight_bit / accelerator.eight_bit.get(products or "", peak)
+    hbm = hbm_bytes / accelerator.memory_bandwidth
+    total = max(of_products, hbm, asynchronous) + synchronous
+    wire = asynchronous + synchronous
+    rates = {"products": of_products, "hbm": hbm, "wire": wire}
+    return rates | {
+        "wire_synchronous": synchronous,
+        "total": total,
+        "limited_by": max(rates, key=lambda name: rates[name]),
+    }
+
+
+def _seconds(collective: Collective, accelerator: Accelerator) -> float:
+    if collective.network == accelerator.link:
+        return collective.wire_bytes / accelerator.link_bandwidth
+    return collective.wire_bytes / collective.per_slice / accelerator.dcn_bandwidth

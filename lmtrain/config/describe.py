@@ -1,4 +1,4 @@
-"""Descriptions of all settings, from the Pydantic models, for `--help` and configs/guide/settings.md."""
+"""All settings as text, from the Pydantic models: for `--help`, `config show` and configs/guide/settings.md."""
 
 import inspect
 import types
@@ -11,8 +11,8 @@ import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from lmtrain.config.durations import format_duration
-from lmtrain.config.setting import role_of
+from lmtrain.config.section import format_duration, role_of
+from lmtrain.config.tree import ConfigTree, Path, value_at
 
 _WORDS = {int: "int", float: "float", str: "text", bool: "true/false", timedelta: "duration", type(None): "null"}
 
@@ -172,3 +172,61 @@ def kind_of(section: type[BaseModel]) -> str | None:
 
 def _doc(cls: type) -> str:
     return " ".join((cls.__doc__ or "").split())
+
+
+def known_paths(model: type[BaseModel], data: Any) -> list[str]:
+    """Dotted names of all settings of `model`; of a union, those of the member that `data` selects by `type`."""
+    paths: list[str] = []
+    for name, field in model.model_fields.items():
+        paths.append(name)
+        sections = sections_of(field.annotation)
+        entries = {"": value_at(data, (name,))}
+        if entry_name(field.annotation) == ".<name>":
+            entries = {f"{key}.": entry for key, entry in entries[""].items()} if isinstance(entries[""], dict) else {}
+        for key, values in entries.items():
+            kind = values.get("type") if isinstance(values, dict) else None
+            chosen = [section for section in sections if kind is not None and kind_of(section) == kind]
+            for section in chosen or sections:
+                paths.extend(f"{name}.{key}{path}" for path in known_paths(section, values))
+    return paths
+
+
+_MAX_WIDTH = 60
+
+
+def show(resolved: dict[str, Any], tree: ConfigTree) -> str:
+    """YAML that loads as the same config; comments give the origin: file and line, the flag, or `default`."""
+    lines = list(_lines(resolved, tree, (), ""))
+    width = min(max((len(text) for text, _ in lines), default=0), _MAX_WIDTH)
+    return "".join(f"{text:<{width}}  # {place}\n" if place else f"{text}\n" for text, place in lines)
+
+
+def _lines(value: dict[str, Any], tree: ConfigTree, at: Path, indent: str) -> Iterator[tuple[str, str]]:
+    """Text and origin of each line; a section's `type` comes first."""
+    for name in sorted(value, key=lambda name: name != "type"):
+        path, item = (*at, name), value[name]
+        if isinstance(item, dict) and item:
+            yield f"{indent}{written(name)}:", ""
+            yield from _lines(item, tree, path, indent + "  ")
+        elif isinstance(item, list) and item and all(isinstance(entry, dict) and entry for entry in item):
+            yield f"{indent}{written(name)}:", ""
+            for index, entry in enumerate(item):
+                for number, (text, place) in enumerate(_lines(entry, tree, (*path, index), "")):
+                    yield f"{indent}{'- ' if number == 0 else '  '}{text}", place
+        else:
+            yield f"{indent}{written(name)}: {written(item)}", _place(tree, path)
+
+
+def _place(tree: ConfigTree, path: Path) -> str:
+    """Origin of the value at `path`; `default` if it is not set explicitly."""
+    data: Any = tree.data
+    written_at: list[str | int] = []
+    for part in path:
+        if isinstance(data, dict) and part == 0:
+            continue  # a list of one may be written as its one item
+        try:
+            data = data[part]
+        except (KeyError, IndexError, TypeError):
+            return "default"
+        written_at.append(part)
+    return str(tree.origin_of(tuple(written_at)) or "default")

@@ -1,4 +1,5 @@
-"""The base of every settings section: immutable, strict about names, documented field by field.
+"""The base of every settings section: immutable, strict about names, documented field by field; and the kinds of
+settings (identity, tunable, execution).
 
 Texts are names, paths and URLs: an empty one, or one with a variable that nothing replaces, is a mistake. Settings with
 other texts are declared as `FreeText` or `RawText`.
@@ -6,12 +7,76 @@ other texts are declared as `FreeText` or `RawText`.
 
 import os
 import re
+from datetime import timedelta
+from enum import StrEnum
+from functools import partial
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Discriminator, ValidationInfo, field_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    PlainSerializer,
+    ValidationInfo,
+    field_validator,
+)
+from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
-from lmtrain.config.redact import redact
+from lmtrain.runtime.redact import redact
+
+# Declaration of a setting: pydantic's `Field` under the name of the setting's role, which says what depends on it.
+#
+#     class ScheduleConfig(Section):
+#         learning_rate: float = tunable(1e-4, gt=0, description="Peak learning rate")
+#
+# Arguments are those of `Field`. Only sections at the top level are declared with `Field`: their settings have roles.
+
+
+class Role(StrEnum):
+    """What depends on a setting. The first three roles are part of the run's identity, and so of its run id."""
+
+    ARCHITECTURE = "architecture"
+    IDENTITY = "identity"
+    TUNABLE = "tunable"
+    CHANGEABLE = "changeable"
+    EXECUTION = "execution"
+
+
+# Meaning of each role, for users.
+ROLES = {
+    Role.ARCHITECTURE: "defines the meaning of the weights; a run never changes it",
+    Role.IDENTITY: "distinguishes runs, as data, seed and batch size do; a run never changes it",
+    Role.TUNABLE: "part of the run id, but may change once the run has checkpoints; set trainer.id to keep the id",
+    Role.CHANGEABLE: "not part of the run id; may change at any start of the run",
+    Role.EXECUTION: "as changeable; results do not depend on it, except for rounding",
+}
+
+
+def _declare(role: Role, *default: Any, **constraints: Any) -> Any:
+    field = Field(*default, **constraints)
+    field.metadata.append(role)  # pydantic keeps metadata of types that it does not know, and ignores them
+    return field
+
+
+architecture = partial(_declare, Role.ARCHITECTURE)
+identity = partial(_declare, Role.IDENTITY)
+tunable = partial(_declare, Role.TUNABLE)
+changeable = partial(_declare, Role.CHANGEABLE)
+execution = partial(_declare, Role.EXECUTION)
+
+
+def role_of(field: FieldInfo) -> Role | None:
+    """The role of a setting; None for a section at the top level, whose settings have roles of their own."""
+    return next((item for item in field.metadata if isinstance(item, Role)), None)
+
+
+def settings_of(section: type[BaseModel], *roles: Role) -> set[str]:
+    """The names of a section's settings that have one of these roles."""
+    return {name for name, field in section.model_fields.items() if role_of(field) in roles}
+
 
 _FREE, _RAW, _OF_RUN = "free text", "raw text", "of a run"
 
@@ -135,3 +200,45 @@ def as_base(section: BaseModel, base: type[BaseModel]) -> BaseModel:
         if name in section.model_fields_set or value != base.model_fields[name].get_default(call_default_factory=True)
     }
     return base.model_validate(given)
+
+
+_SECONDS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
+_PART = re.compile(r"(\d+(?:\.\d+)?)([dhms])")
+
+
+def parse_duration(value: Any) -> timedelta:
+    """`"1h30m"` -> 90 minutes. A number without a unit is an error: the unit would be a guess."""
+    if isinstance(value, timedelta):
+        return value
+    if isinstance(value, int | float) or (isinstance(value, str) and value.replace(".", "", 1).isdigit()):
+        raise PydanticCustomError("duration", "a duration needs a unit, for example 15m; null turns it off")
+    text = value.replace(" ", "") if isinstance(value, str) else ""
+    parts = _PART.findall(text)
+    units = [unit for _, unit in parts]
+    if not parts or _PART.sub("", text) or units != [unit for unit in _SECONDS if unit in units]:
+        raise PydanticCustomError("duration", "expected a duration such as 90s, 20m, 2h, 1d or 1h30m")
+    try:
+        return timedelta(seconds=sum(float(number) * _SECONDS[unit] for number, unit in parts))
+    except OverflowError:
+        raise PydanticCustomError("duration", "duration is too long; null turns it off") from None
+
+
+def format_duration(value: timedelta) -> str:
+    """Inverse of `parse_duration`: 5400 seconds -> `1h30m`."""
+    rest = value.total_seconds()
+    parts = []
+    for unit in "dhm":
+        count, rest = divmod(rest, _SECONDS[unit])
+        if count:
+            parts.append(f"{count:.0f}{unit}")
+    if rest or not parts:
+        text = f"{rest:.6f}".rstrip("0").rstrip(".")
+        parts.append(f"{text}s")
+    return "".join(parts)
+
+
+Duration = Annotated[
+    timedelta,
+    BeforeValidator(parse_duration, json_schema_input_type=str),
+    PlainSerializer(format_duration, return_type=str),
+]

@@ -1,4 +1,4 @@
-"""Aliases and deprecated names of settings, converted to the current names before trees are merged.
+"""Other names of settings: aliases, deprecated names, those of other systems, and the JSON Schema with all of them.
 
 Aliases are accepted silently; deprecated names add a notice with the new name. Each tree (a file, an include, the
 command line) is converted before merging, so that `--trainer.wandb.name x` applies to a tracker in the file's list.
@@ -8,9 +8,79 @@ from collections.abc import Iterator
 from copy import deepcopy
 from typing import Any
 
-from lmtrain.config.errors import UserError
-from lmtrain.config.replaced import without_replaced_sources
+from pydantic import BaseModel
+
+from lmtrain.config.describe import kind_of, sections_of
 from lmtrain.config.tree import ConfigTree, Origin, Path, dotted, value_at
+from lmtrain.runtime.errors import UserError
+
+# Settings that no longer apply where a tree above them selects something else: another `type`, another text source.
+#
+# They are removed with a notice, instead of being an error or a second source.
+
+# The settings that name a text source, by kind; a tree that sets one replaces the other kinds below it.
+_SOURCES = {
+    "demo": ("demo",),
+    "urls": ("train_urls", "validation_urls"),
+    "id": ("id",),
+    "configs": ("configs",),
+}
+_BELONGS_TO = {"id": ("name", "stream"), "configs": ("train_weights",)}
+
+
+def without_replaced_sources(under: ConfigTree, over: ConfigTree) -> ConfigTree:
+    """`under` without the text sources of other kinds than the one in `over`."""
+    below, above = under.data.get("data"), over.data.get("data")
+    if not isinstance(below, dict) or not isinstance(above, dict):
+        return under
+    named = [kind for kind, settings in _SOURCES.items() if any(above.get(name) for name in settings)]
+    if not named:
+        return under
+    replaced = [name for kind, names in _SOURCES.items() if kind not in named for name in names]
+    # settings that belong to a source are removed with it; another id is another dataset, while maps of configs merge
+    replaced += [name for kind, names in _BELONGS_TO.items() if kind not in named or kind == "id" for name in names]
+    by = next(over.origin_of(("data", name)) for kind in named for name in _SOURCES[kind] if above.get(name))
+    left = under.copy()
+    for name in replaced:
+        if below.get(name) and name not in above:
+            left.notices.append(f"{by}: replaces data.{name} of {under.origin_of(('data', name))}")
+            left.remove(("data", name))
+    return left
+
+
+def without_settings_of_other_types(model: type[BaseModel], under: ConfigTree, over: ConfigTree) -> ConfigTree:
+    """`under` without the settings that do not exist in the `type` of a section that `over` selects.
+
+    With `--trainer.tracker.type json` over a W&B tracker, the setting `project` is removed.
+    """
+    left = under.copy()
+    for path, section in _changed_types(model, under, over, ()):
+        kind, by = section.model_fields["type"].default, over.origin_of((*path, "type"))
+        for name in value_at(under.data, path):
+            if name not in section.model_fields:
+                setting = (*path, name)
+                place = under.origin_of(setting)
+                left.notices.append(f"{by}: ignoring {dotted(setting)} ({place}): {kind} has no such setting")
+                left.remove(setting)
+    return left
+
+
+def _changed_types(
+    model: type[BaseModel], under: ConfigTree, over: ConfigTree, at: Path
+) -> Iterator[tuple[Path, type[BaseModel]]]:
+    """The paths of sections whose `type` is changed, each with its new class."""
+    for name, field in model.model_fields.items():
+        path = (*at, name)
+        below, above = value_at(under.data, path), value_at(over.data, path)
+        if not isinstance(below, dict) or not isinstance(above, dict):
+            continue
+        kinds = {kind_of(section): section for section in sections_of(field.annotation)}
+        kind = above.get("type")
+        if len(kinds) > 1 and isinstance(kind, str) and kind in kinds and kind != below.get("type", next(iter(kinds))):
+            yield path, kinds[kind]
+        elif len(kinds) == 1:
+            yield from _changed_types(next(iter(kinds.values())), under, over, path)
+
 
 # section -> other name -> name
 SHORT_NAMES = {
@@ -141,3 +211,101 @@ def _wandb_to_tracker(tree: ConfigTree, under: ConfigTree) -> None:
 
 def _is_wandb(tracker: Any) -> bool:
     return isinstance(tracker, dict) and tracker.get("type", "wandb") == "wandb"
+
+
+# Settings of Levanter, nanoGPT and MaxText that have another name here, or none: advice for configs that use them.
+#
+# `configs/guide/from_levanter.md`, `from_nanogpt.md` and `from_maxtext.md` have the complete tables.
+
+_REMOVE = "remove it"
+
+# Flags without a value -> what to do.
+SWITCHES = {"resume": "run the same command again to resume"}
+
+# The last part of a setting's name -> what to do.
+ADVICE = {
+    # Levanter
+    "cache_options": f"{_REMOVE}: shards follow the input files",
+    "mixture_block_size": f"{_REMOVE}: blocks of a mixture have 2,048 sequences",
+    "permutation_type": "set data.shuffle: true, a full permutation per epoch",
+    "cooldown": "set optimizer.decay",
+    "haps": "set optimizer.cycles",
+    "require_accelerator": f"{_REMOVE}: the devices of a run are logged at its start",
+    "jax_config": f"{_REMOVE}, and set JAX's environment variables",
+    "profiler_start_step": "set trainer.profiler: {start_step: 5, num_steps: 100}",
+    "profiler_num_steps": "set trainer.profiler: {start_step: 5, num_steps: 100}",
+    "quantization": "set q in trainer.mp, such as p=f32,c=bfloat16,q=fp8",
+    "log_entropy": "unsupported",
+    "peft_save_path": "set hf_save_path: exports of a run with lora are adapters",
+    "peft_hf_upload": "set hf_upload: exports of a run with lora are adapters",
+    "merged_hf_save_path": "run lmtrain export-hf --merge --output DIR after training",
+    "merged_hf_upload": "run lmtrain export-hf --merge --upload REPO after training",
+    "original_max_position_embeddings": "set model.rope.original_seq_len",
+    # nanoGPT
+    "n_layer": "set model.num_layers",
+    "n_head": "set model.num_heads",
+    "n_embd": "set model.hidden_dim",
+    "block_size": "set model.seq_len",
+    "max_iters": "set trainer.num_train_steps",
+    "eval_interval": "set trainer.steps_per_eval",
+    "eval_iters": "set trainer.max_eval_batches",
+    "out_dir": "set trainer.checkpointer.base_path",
+    "grad_clip": "set optimizer.max_grad_norm",
+    "init_from": "set initialize_from_hf",
+    # MaxText
+    "per_device_batch_size": "set trainer.train_batch_size, the batch over all devices",
+    "max_target_length": "set model.seq_len",
+    "base_emb_dim": "set model.hidden_dim",
+    "base_num_query_heads": "set model.num_heads",
+    "base_num_kv_heads": "set model.num_kv_heads",
+    "base_num_decoder_layers": "set model.num_layers",
+    "base_mlp_dim": "set model.intermediate_dim",
+    "ici_fsdp_parallelism": f"{_REMOVE}: FSDP uses all devices that no other axis takes",
+    "ici_tensor_parallelism": "set trainer.model_axis_size and trainer.tensor_parallel_axes",
+    "dcn_data_parallelism": "set trainer.replica_dcn_axis_size",
+    "remat_policy": "set model.gradient_checkpointing",
+    "base_output_directory": "set trainer.checkpointer.base_path and trainer.log_dir",
+    "checkpoint_period": "set trainer.checkpointer.keep: [{every: 1000}]",
+}
+
+
+# Where a section, or a list or map of sections, is allowed, an !include of a file with it is allowed too.
+_INCLUDE = {
+    "type": "string",
+    "pattern": r"\.ya?ml$",
+    "description": "With the tag !include: a file with this section; its path is relative to the including file",
+}
+_MERGE_KEY = {"description": "YAML merge key, lowest priority: an !include, an alias, or a list of them"}
+
+
+def build_schema(model: type[BaseModel], title: str) -> dict[str, Any]:
+    """JSON Schema, draft 2020-12, with descriptions and defaults. Every section may also be an `!include`."""
+    schema = _convert(model.model_json_schema(mode="validation"))
+    definitions = schema.get("$defs", {})
+    for section, names in SHORT_NAMES.items():
+        settings = definitions[_first_ref(schema["properties"][section]).removeprefix("#/$defs/")]["properties"]
+        settings |= {short: settings[name] for short, name in names.items()}
+    for section in [schema, *definitions.values()]:
+        section["properties"]["<<"] = _MERGE_KEY
+    schema["$defs"] = {name: {"anyOf": [section, _INCLUDE]} for name, section in definitions.items()}
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": title}
+
+
+def _first_ref(setting: dict[str, Any]) -> str:
+    """The reference to the class of a section, which may be optional."""
+    while "$ref" not in setting:
+        setting = setting["anyOf"][0]
+    return str(setting["$ref"])
+
+
+def _convert(value: Any) -> Any:
+    """Replace `oneOf` by `anyOf`: a section without `type` matches several kinds. Lists and maps may be includes."""
+    if isinstance(value, list):
+        return [_convert(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    converted = {("anyOf" if key == "oneOf" else key): _convert(item) for key, item in value.items()}
+    if not any("$ref" in str(value.get(inside)) for inside in ("items", "additionalProperties", "patternProperties")):
+        return converted
+    about = {key: converted[key] for key in ("description", "default", "title") if key in converted}
+    return about | {"anyOf": [converted, _INCLUDE]}

@@ -1,15 +1,16 @@
-"""A tree of settings: plain data, and the origin (file and line, or flag) of every value.
+"""A tree of settings: plain data, and the origin (file and line, or flag) of every value; differences of two trees.
 
 The settings of a run are trees merged in order: included files, the config file, the command line. Maps are merged
 key by key, everything else is replaced, and a value keeps its origin.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
-from lmtrain.config.redact import redact
+from lmtrain.runtime.errors import UserError
+from lmtrain.runtime.redact import redact, redact_as_before
 
 Path = tuple[str | int, ...]
 
@@ -119,3 +120,37 @@ def dotted(path: Path) -> str:
     for part in path:
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
     return text
+
+
+# The text of a value that a tree omits: by the tree, and the path of the value.
+Omitted = Callable[[Any, Path], str]
+
+
+def describe_differences(
+    before: Any, now: Any, before_name: str, now_name: str, omitted: Omitted = lambda tree, path: "nothing"
+) -> list[str]:
+    """One line for each leaf that differs: `tokenizer.vocab_size: the cache has 8192, this run has 50257`.
+
+    Secrets are not compared. `before` may be of an earlier version, which masked fewer values and more of URLs.
+    """
+    old, new = dict(walk_leaves(redact(before))), dict(walk_leaves(redact(now)))
+    lines = []
+    for path in dict.fromkeys([*old, *new]):
+        if old.get(path) not in (new.get(path), redact_as_before(new.get(path))):
+            sides = ((old, before), (new, now))
+            texts = [_short(repr(leaves[path]) if path in leaves else omitted(tree, path)) for leaves, tree in sides]
+            lines.append(f"{dotted(path)}: {before_name} has {texts[0]}, {now_name} has {texts[1]}")
+    return lines
+
+
+def require_equal(
+    saved: Any, now: Any, problem: str, advice: str = "", omitted: Omitted = lambda tree, path: "nothing"
+) -> None:
+    """Raise `UserError` with the `problem`, each difference of a checkpoint from this config, and advice, if any."""
+    lines = describe_differences(saved, now, "the checkpoint", "this config", omitted)
+    if lines:
+        raise UserError("\n  ".join([problem, *lines, *([advice] if advice else [])]))
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -8,14 +8,12 @@ from typing import NotRequired, TypedDict, cast
 import grain
 import numpy as np
 
-from lmtrain.config.errors import ReadError, UserError
-from lmtrain.data.batch_sizes import BatchSizes
 from lmtrain.data.caches import Cache, open_store
-from lmtrain.data.config import DataConfig
+from lmtrain.data.config import BatchSizes, DataConfig
 from lmtrain.data.mixture import Mixture
-from lmtrain.data.pairs import PairWindows
 from lmtrain.data.token_store import TokenStore
-from lmtrain.data.windows import Shuffle, WindowOrder, Windows, wait_for_windows, windows_of
+from lmtrain.data.windows import PairWindows, Shuffle, WindowOrder, Windows, wait_for_windows, windows_of
+from lmtrain.runtime.errors import ReadError, UserError
 
 # Batches prefetched: enough to hide a slow read, small compared with the model in memory.
 _PREFETCH = 8

@@ -4,10 +4,9 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Tag, model_validator
 
-from lmtrain.config.errors import field_error
-from lmtrain.config.section import FreeText, RawText, Section, by_type
-from lmtrain.config.setting import identity
+from lmtrain.config.section import FreeText, RawText, Section, by_type, identity
 from lmtrain.hf.config import RENDERER_NAMES
+from lmtrain.runtime.errors import field_error
 
 TooLong = Literal["cut", "drop"]
 

@@ -5,10 +5,10 @@ from typing import Any
 
 import numpy as np
 
-from lmtrain.config.errors import UserError
 from lmtrain.data.cache_manifest import ShardInfo, count_documents
 from lmtrain.data.caches import Cache, packed_windows
 from lmtrain.data.config import DataConfig
+from lmtrain.runtime.errors import UserError
 
 # Sequences that are read at once.
 _SEQUENCES_READ = 64

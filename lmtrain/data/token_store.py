@@ -1,6 +1,8 @@
 """Random access to the tokens of a cache as one long array."""
 
+import functools
 import os
+import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
@@ -8,12 +10,40 @@ from typing import Any
 
 import numpy as np
 
-from lmtrain.config.errors import UserError
-from lmtrain.data.cache_manifest import BLOCK_TOKENS, ShardInfo
+from lmtrain.data.cache_manifest import BLOCK_TOKENS, ShardInfo, Shards
 from lmtrain.data.formats import TooLong
-from lmtrain.data.record_threads import check_threads
-from lmtrain.data.shards import Shards
 from lmtrain.data.token_file import TokenFile, TokenLayout
+from lmtrain.runtime.errors import ReadError, UserError
+
+# The threads of ArrayRecord, which it starts with its first reader or writer in a process.
+#
+# If one of them cannot be started, ArrayRecord does not raise an error but waits forever, for the threads that it has
+# started already.
+
+# ArrayRecord's number, whatever the machine and the options.
+_THREADS = 64
+
+
+@functools.cache
+def check_threads() -> None:
+    """Raise `ReadError` if the process cannot have these threads: tries it, with the same number of Python's."""
+    end = threading.Event()
+    started = []
+    try:
+        for _ in range(_THREADS):
+            thread = threading.Thread(target=end.wait, daemon=True)
+            thread.start()
+            started.append(thread)
+    except (RuntimeError, MemoryError) as error:
+        raise ReadError(
+            f"cannot start the {_THREADS} threads that read and write token shards: {error}. Free memory, or raise the "
+            "limits on memory and threads of this process: see `ulimit -v`, `ulimit -u`, and those of its container"
+        ) from None
+    finally:
+        end.set()
+        for thread in started:
+            thread.join()
+
 
 # Maximum number of open readers. Each holds a file descriptor; the default limit of a process is 1024.
 _OPEN_READERS = 64

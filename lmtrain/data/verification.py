@@ -14,16 +14,14 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from lmtrain.config.errors import ReadError, UserError
-from lmtrain.data.cache_manifest import ShardInfo, shard_path
-from lmtrain.data.shards import Shards
+from lmtrain.data.cache_manifest import ShardInfo, Shards, shard_path
 from lmtrain.data.token_file import changed
 from lmtrain.data.token_store import corrupt_shard, open_token_file
-from lmtrain.runtime.atomic_files import UNUSED_SECONDS, file_sha256, remove_temporaries, write_atomically
+from lmtrain.runtime.errors import ReadError, UserError
 from lmtrain.runtime.logging import log
 from lmtrain.runtime.progress import format_bytes
 from lmtrain.runtime.signals import StoppedError
-from lmtrain.runtime.storage import is_url
+from lmtrain.runtime.storage import UNUSED_SECONDS, file_sha256, is_url, remove_temporaries, write_atomically
 
 _SECONDS_BETWEEN_RECORDS = 60.0
 

@@ -5,8 +5,7 @@ from typing import Self
 from pydantic import model_validator
 
 from lmtrain.checkpoint.config import BestConfig
-from lmtrain.config.section import FreeText, Section
-from lmtrain.config.setting import changeable
+from lmtrain.config.section import FreeText, Section, changeable
 
 # Modules of this package, in the order in which they run, each with a function `build(config) -> Evaluator | None`.
 EVALUATIONS = ("perplexity", "preferences", "samples")

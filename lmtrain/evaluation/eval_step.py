@@ -7,12 +7,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from lmtrain.hf.token_bytes import TextSizes
+from lmtrain.hf.tokenizer import TextSizes
 from lmtrain.models.interface import LanguageModel, hidden_and_head
 from lmtrain.models.params import cast_to_compute
 from lmtrain.objectives.cross_entropy import CrossEntropy, next_token_targets
-from lmtrain.sharding.mesh import Layout
-from lmtrain.sharding.mesh_function import MeshFunction
+from lmtrain.sharding.mesh import Layout, MeshFunction
 
 # Maximum number of batches dispatched ahead of the result that is read next.
 _AHEAD = 4
@@ -33,7 +32,7 @@ def build_eval_step(
 
     def evaluate(hidden: jax.Array, head: jax.Array, batch: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
         mask = batch["loss_mask"]
-        if "documents" in batch:  # see `lmtrain/data/pairs.py`
+        if "documents" in batch:  # see `lmtrain/data/windows.py`
             mask = mask & (batch["documents"] % 2 == 0)
             batch = batch | {"loss_mask": mask}
         lengths = jnp.int32(0)

@@ -1,15 +1,65 @@
-"""The interface of evaluators, and the context they get: training and `lmtrain eval` use only this."""
+"""The interface of evaluators, the context they get, and their validation sets: training and `lmtrain eval` use only
+this.
+"""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from lmtrain.evaluation.validation_sets import ValidationSet
+from lmtrain.data.batches import EvalSource, iterate, open_cache
+from lmtrain.data.caches import Cache
+from lmtrain.data.config import DataConfig
+from lmtrain.data.targets import FirstTargets
 from lmtrain.hf.tokenizer import Tokenizer
 from lmtrain.models.interface import LanguageModel
 from lmtrain.objectives.interface import Objective
-from lmtrain.runtime.processes import ALONE, Processes
+from lmtrain.runtime.logging import ALONE, Processes, log
 from lmtrain.sharding.mesh import Layout
+from lmtrain.sharding.placement import LocalPart
+
+
+@dataclass(frozen=True)
+class ValidationSet:
+    """A validation set; iterating yields its `len(self)` batches."""
+
+    source: EvalSource
+    part: LocalPart
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in iterate(self.source):
+            yield self.part.place(batch)
+
+
+def open_validation_sets(
+    config: DataConfig,
+    caches: Mapping[str, Cache],
+    layout: Layout,
+    *,
+    seq_len: int,
+    batch_size: int,
+    max_batches: int | None,
+) -> dict[str, ValidationSet]:
+    """The validation sets of a run by name; a single source has the name "". `max_batches` per set, None for all.
+
+    Raises `UserError` for a set that is smaller than one sequence, or without targets.
+    """
+    part = LocalPart.of(layout.batch, batch_size, seq_len)
+    sets = {}
+    for name, cache in caches.items():
+        store = open_cache(config, cache, seq_len)
+        apart, positions = config.mask_across_documents, config.reset_positions
+        source = EvalSource(store, seq_len, batch_size, part.rows, max_batches, apart, positions, part.columns)
+        if len(source) < source.all_batches:
+            log.info(
+                f"evaluation uses {len(source):,} of {source.all_batches:,} batches of {cache.folder} "
+                "(trainer.max_eval_batches)"
+            )
+        FirstTargets(config, cache, seq_len, None if max_batches is None else max_batches * batch_size).found()
+        sets[name] = ValidationSet(source, part)
+    return sets
 
 
 def _nothing(*_: Any) -> None:

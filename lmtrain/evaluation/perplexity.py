@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from lmtrain.evaluation.config import EvaluationConfig
 from lmtrain.evaluation.eval_step import build_eval_step, read_ahead
 from lmtrain.evaluation.interface import Context
-from lmtrain.hf.token_bytes import text_sizes
+from lmtrain.hf.tokenizer import text_sizes
 
 _LARGEST_EXPONENT = 700  # math.exp overflows beyond it
 _OF_A_SET = re.compile(r"eval/(?!ema/)(.+)/loss")

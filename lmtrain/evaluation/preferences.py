@@ -12,7 +12,7 @@ from lmtrain.evaluation.eval_step import build_forward_step, read_ahead
 from lmtrain.evaluation.interface import Context
 from lmtrain.objectives.interface import Objective
 from lmtrain.objectives.preferences import Preferences
-from lmtrain.sharding.mesh_function import MeshFunction
+from lmtrain.sharding.mesh import MeshFunction
 
 
 class PreferenceEvaluator:

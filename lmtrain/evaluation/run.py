@@ -1,10 +1,14 @@
 """Running evaluations: when they are due, with which parameters, and under which metric names."""
 
+import importlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from lmtrain.config.errors import UserError
+from lmtrain.evaluation.benchmarks.config import EvalHarnessConfig
+from lmtrain.evaluation.benchmarks.evaluator import Benchmarks
+from lmtrain.evaluation.config import EVALUATIONS, EvaluationConfig
 from lmtrain.evaluation.interface import Context, Evaluator
+from lmtrain.runtime.errors import UserError
 from lmtrain.runtime.logging import log
 from lmtrain.runtime.signals import StoppedError
 
@@ -89,3 +93,12 @@ def _split(
     prefix = f"{prefix}/{evaluator.name}" if evaluator.name else prefix
     metrics = {f"{prefix}/{name}": value for name, value in results.items() if not isinstance(value, str)}
     return metrics, {name: value for name, value in results.items() if isinstance(value, str)}
+
+
+def build_evaluators(
+    config: EvaluationConfig, harness: EvalHarnessConfig | None = None, harness_steps: int | None = None
+) -> list[Evaluator]:
+    """The evaluators that the settings enable, in the order in which they run; benchmarks at every `harness_steps`."""
+    modules = [importlib.import_module(f"lmtrain.evaluation.{name}") for name in EVALUATIONS]
+    evaluators: list[Evaluator] = [evaluator for module in modules if (evaluator := module.build(config))]
+    return evaluators if harness is None else [*evaluators, Benchmarks(harness, harness_steps)]

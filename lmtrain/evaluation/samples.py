@@ -5,13 +5,11 @@ from typing import Any
 
 import numpy as np
 
-from lmtrain.config.counts import counted
-from lmtrain.config.errors import UserError
 from lmtrain.evaluation.config import EvaluationConfig
 from lmtrain.evaluation.interface import Context
-from lmtrain.generation.prompt import encode_prompt
-from lmtrain.generation.sample import SamplingSettings, build_batch_sampler, until_eos
+from lmtrain.generation.decode import SamplingSettings, build_batch_sampler, encode_prompt, until_eos
 from lmtrain.hf.tokenizer import Tokenizer
+from lmtrain.runtime.errors import UserError, counted
 
 _MAX_CHARACTERS = 300  # of a text in the log
 

@@ -8,12 +8,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from lmtrain.config.errors import UserError
-from lmtrain.generation.decode import step
-from lmtrain.generation.sample import SamplingSettings, choose
+from lmtrain.generation.decode import SamplingSettings, choose, step
 from lmtrain.hf.chat_template import ChatTemplate, TemplateError, end_of_turn
 from lmtrain.hf.tokenizer import Tokenizer
 from lmtrain.models.interface import LanguageModel
+from lmtrain.runtime.errors import UserError
 
 # Tokens that are read at once.
 _CHUNK = 32

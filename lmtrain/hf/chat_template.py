@@ -11,14 +11,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from lmtrain.config.encodings import not_utf8
-from lmtrain.config.errors import UserError
 from lmtrain.hf.config import RENDERER_NAMES
 from lmtrain.hf.hub import prepare_hub
 from lmtrain.hf.special_tokens import SETTINGS_FILE, read_declared, read_settings
 from lmtrain.hf.tokenizer import TOKENIZER_FILES, Tokenizer, to_json
+from lmtrain.runtime.errors import UserError
 from lmtrain.runtime.logging import log
 from lmtrain.runtime.storage import read_bytes
+from lmtrain.runtime.text import not_utf8
 
 TEMPLATE_FILE = "chat_template.jinja"
 _MORE_TEMPLATES = "additional_chat_templates"

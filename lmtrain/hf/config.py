@@ -2,8 +2,7 @@
 
 from typing import Literal
 
-from lmtrain.config.section import RunPath, Section
-from lmtrain.config.setting import changeable, tunable
+from lmtrain.config.section import RunPath, Section, changeable, tunable
 
 # Names of variables that transformers' renderer of chat templates sets itself.
 RENDERER_NAMES = {

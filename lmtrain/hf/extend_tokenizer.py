@@ -1,14 +1,15 @@
-"""Adding special tokens and a chat template to the tokenizer of an existing model."""
+"""Training a byte-level BPE tokenizer, and adding special tokens and a chat template to an existing one."""
 
 import filecmp
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
-from typing import TYPE_CHECKING
 
-from lmtrain.config.errors import UserError
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
 from lmtrain.hf.chat_template import (
     DEFAULT_TEMPLATE,
     PROBE,
@@ -23,10 +24,8 @@ from lmtrain.hf.chat_template import (
 from lmtrain.hf.find_tokenizer import PASSTHROUGH, open_tokenizer
 from lmtrain.hf.special_tokens import SETTINGS_FILE, read_declared, read_settings
 from lmtrain.hf.tokenizer import Tokenizer, save_tokenizer
+from lmtrain.runtime.errors import UserError
 from lmtrain.runtime.logging import log
-
-if TYPE_CHECKING:
-    import tokenizers
 
 # Chat templates that come with lmtrain, in the folder `templates`; both mark what the assistant writes.
 TEMPLATES = ("chatml", "llama3")
@@ -157,3 +156,27 @@ def _add_tokens(base: Tokenizer, tokens: Sequence[str]) -> tuple["tokenizers.Tok
             "of an existing one"
         )
     return backend, new
+
+
+END_OF_TEXT = "<|endoftext|>"
+
+
+def learn_bpe(
+    texts: Iterable[str], vocab_size: int, special_tokens: Sequence[str] = (), show_progress: bool = False
+) -> tokenizers.Tokenizer:
+    """Train a byte-level BPE as in GPT-2: any text can be encoded, and decoding restores it exactly.
+
+    The vocabulary has `vocab_size` entries (fewer if the text has fewer pairs to merge): the end-of-text token,
+    `special_tokens`, the 256 bytes, and the merges, most frequent first.
+    """
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT, *special_tokens],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=show_progress,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer

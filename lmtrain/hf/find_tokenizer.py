@@ -21,9 +21,6 @@ import shutil
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from lmtrain.config.encodings import require_utf8_name
-from lmtrain.config.errors import UserError
-from lmtrain.config.remote import remote_errors
 from lmtrain.hf.chat_template import read_templates
 from lmtrain.hf.hub import prepare_hub
 from lmtrain.hf.special_tokens import (
@@ -35,8 +32,10 @@ from lmtrain.hf.special_tokens import (
     read_settings,
 )
 from lmtrain.hf.tokenizer import TOKENIZER_FILES, Tokenizer, load_tokenizer, save_tokenizer, similar_folder
-from lmtrain.runtime.atomic_files import UNUSED_SECONDS, remove_temporaries
-from lmtrain.runtime.storage import read_bytes
+from lmtrain.runtime.errors import UserError
+from lmtrain.runtime.remote import remote_errors
+from lmtrain.runtime.storage import UNUSED_SECONDS, read_bytes, remove_temporaries
+from lmtrain.runtime.text import require_utf8_name
 
 PASSTHROUGH = "passthrough"
 

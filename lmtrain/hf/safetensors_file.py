@@ -16,11 +16,10 @@ from typing import Any, BinaryIO, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from lmtrain.config.encodings import refuse_pointer
-from lmtrain.config.errors import UserError
-from lmtrain.config.json_text import parse_json
-from lmtrain.config.remote import remote_errors
+from lmtrain.runtime.errors import UserError
+from lmtrain.runtime.remote import remote_errors
 from lmtrain.runtime.storage import file_size, read_range
+from lmtrain.runtime.text import parse_json, refuse_pointer
 
 _DTYPES = {
     "F64": np.dtype(np.float64),

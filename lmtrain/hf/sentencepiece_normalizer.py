@@ -17,13 +17,87 @@ import functools
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 from tokenizers import Regex, normalizers
 
-from lmtrain.hf.charsmap import read_rules
-from lmtrain.hf.patterns import letter_class, longest
+# Those of sentencepiece have 500,000 prefixes of at most 16 bytes; a file could have a cycle.
+_MAX_PREFIXES, _MAX_BYTES = 5_000_000, 1000
+
+
+def read_rules(charsmap: bytes) -> dict[str, str]:
+    """Replacement of each sequence of characters that a `precompiled_charsmap` replaces.
+
+    The format: a 32-bit length, a trie of that many bytes, and the replacements, each of which ends with a zero byte.
+    The trie is a double array of darts-clone: 32-bit units, where the child with label `c` of a node with offset `o` is
+    stored at position `o ^ c`, and its value at position `o`. Raises `ValueError` for other content.
+    """
+    size = int.from_bytes(charsmap[:4], "little")
+    if not 4 <= size <= len(charsmap) - 4 or size % 4:
+        raise ValueError("not a normalization of sentencepiece")
+    units = np.frombuffer(charsmap[4 : 4 + size], "<u4").astype(np.int64)
+    replacements = charsmap[4 + size :]
+    positions = np.arange(len(units))
+    labels = np.where(units >> 31, 0, units & 0xFF)  # the first bit marks values
+    offsets = (positions ^ ((units >> 10) << ((units & 512) >> 6))).tolist()
+    children = defaultdict(list)  # of a node, by its offset
+    for node, label in zip(np.flatnonzero(labels).tolist(), labels[labels > 0].tolist(), strict=True):
+        children[node ^ label].append((node, bytes([label])))
+    rules = {}
+    prefixes = [(0, b"")]  # nodes with the bytes that lead to them
+    visited = 0
+    while prefixes:
+        node, prefix = prefixes.pop()
+        visited += 1
+        if visited > _MAX_PREFIXES or len(prefix) > _MAX_BYTES:
+            raise ValueError("not a normalization of sentencepiece: too many or too long rules")
+        if units[node] >> 8 & 1:  # it ends here
+            if offsets[node] >= len(units):
+                raise ValueError("not a normalization of sentencepiece: its trie is corrupt")
+            start = int(units[offsets[node]]) & 0x7FFFFFFF
+            rules[prefix.decode()] = replacements[start : replacements.index(b"\0", start)].decode()
+        prefixes += [(child, prefix + label) for child, label in children[offsets[node]]]
+    return rules
+
+
+def literal(text: str) -> str:
+    """Pattern of the text."""
+    return "".join(rf"\x{{{ord(letter):X}}}" for letter in text)
+
+
+def letter_class(letters: Iterable[str]) -> str:
+    """Pattern of one of the letters."""
+    ranges: list[list[int]] = []
+    for code in sorted(map(ord, set(letters))):
+        if ranges and ranges[-1][1] == code - 1:
+            ranges[-1][1] = code
+        else:
+            ranges.append([code, code])
+    return "[" + "".join(rf"\x{{{first:X}}}-\x{{{last:X}}}" for first, last in ranges) + "]"
+
+
+def longest(strings: AbstractSet[str]) -> str:
+    """Pattern of the longest of the `strings` at a position; empty if there are none."""
+    return _longest(frozenset(strings), {})
+
+
+def _longest(strings: frozenset[str], known: dict[frozenset[str], str]) -> str:
+    """The letters that the same strings can follow share a class. `known` are the patterns built so far."""
+    if strings not in known:
+        following = defaultdict(set)
+        for string in strings - {""}:
+            following[string[0]].add(string[1:])
+        letters = defaultdict(list)
+        for letter, rest in following.items():
+            letters[frozenset(rest)].append(letter)
+        ways = sorted((min(first), letter_class(first) + _longest(rest, known)) for rest, first in letters.items())
+        pattern = f"(?>{'|'.join(way for _, way in ways)})" if ways else ""
+        known[strings] = f"{pattern}?" if ways and "" in strings else pattern
+    return known[strings]
+
 
 SPACE = "▁"
 

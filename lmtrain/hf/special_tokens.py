@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lmtrain.config.errors import UserError
 from lmtrain.hf.hub import prepare_hub
+from lmtrain.runtime.errors import UserError
 from lmtrain.runtime.storage import read_json
 
 if TYPE_CHECKING:

@@ -1,20 +1,87 @@
-"""Weights of a Hugging Face model in a folder, in a folder at a URL, or on the Hub.
+"""Weights of a Hugging Face model in a folder, in a folder at a URL, or on the Hub; also PyTorch's `.bin` files.
 
 model.safetensors, else the files in model.safetensors.index.json      read tensor by tensor, also from URLs
 pytorch_model.bin, else the files in pytorch_model.bin.index.json      local files only; requires torch
 """
 
 import os
+import pickle
 import posixpath
+import zipfile
 from collections.abc import Mapping
 from typing import Any
 
-from lmtrain.config.counts import counted
-from lmtrain.config.errors import UserError
+import ml_dtypes
+import numpy as np
+
 from lmtrain.hf.safetensors_file import SafetensorsWeights
-from lmtrain.hf.torch_file import TorchWeights
+from lmtrain.runtime.errors import UserError, counted
 from lmtrain.runtime.logging import log
-from lmtrain.runtime.storage import file_size, is_url, join, read_json
+from lmtrain.runtime.storage import file_size, is_url, join, read_json, read_range
+from lmtrain.runtime.text import refuse_pointer
+
+_START_BYTES = 64
+
+
+class TorchWeights:
+    """Tensors of files in the format of torch, memory-mapped. Only tensors are loaded, code is never run."""
+
+    def __init__(self, paths: list[str]):
+        self._tensors: dict[str, Any] = {}
+        self.files: dict[str, str] = {}
+        for path in paths:
+            tensors = _open(path)
+            if twice := sorted(tensors.keys() & self.files.keys()):
+                raise UserError(f"{path}: {twice[0]} is also in {self.files[twice[0]]}")
+            self._tensors |= tensors
+            self.files |= dict.fromkeys(tensors, path)
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
+        self.dtypes = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in self._tensors.items()}
+
+    def read(self, name: str) -> np.ndarray:
+        return _to_numpy(self._tensors[name])
+
+    def read_rows(self, name: str, first: int, last: int) -> np.ndarray:
+        return _to_numpy(self._tensors[name][first:last])
+
+
+def _open(path: str) -> dict[str, Any]:
+    """Tensors of a file, memory-mapped. Raises `UserError` without torch, or if the file has other contents."""
+    if is_url(path):
+        raise UserError(f"{path}: torch files can only be read from local folders; copy the folder first")
+    refuse_pointer(read_range(path, 0, _START_BYTES), path)
+    try:
+        import torch
+    except ImportError:
+        raise UserError(
+            f"{path}: requires torch: run `pip install torch`, or save the model as safetensors with save_pretrained"
+        ) from None
+    try:
+        # files from before torch 1.6 are not zip files, and only zip files can be mapped
+        tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except pickle.UnpicklingError:
+        raise UserError(f"{path}: holds more than tensors, or is corrupt; code in it is never run") from None
+    except Exception as error:  # zip and torch errors of many kinds
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(f"{path}: torch cannot load it: {reason}") from None
+    if not isinstance(tensors, dict) or not all(
+        isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in tensors.items()
+    ):
+        raise UserError(f"{path}: not a map of names to tensors")
+    return tensors
+
+
+def _to_numpy(tensor: Any) -> np.ndarray:
+    """Copy a torch tensor to numpy; bfloat16, which numpy lacks, is read as bits."""
+    import torch
+
+    tensor = tensor.detach().clone(memory_format=torch.contiguous_format)
+    if tensor.dtype == torch.bfloat16:
+        as_bits: np.ndarray = tensor.view(torch.uint16).numpy()
+        return as_bits.view(ml_dtypes.bfloat16)
+    array: np.ndarray = tensor.numpy()
+    return array
+
 
 # Tensors by name, with their `shapes`, `dtypes` (such as bfloat16) and `files`, each read in its stored dtype.
 Weights = SafetensorsWeights | TorchWeights

@@ -4,8 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from lmtrain.config.section import RawText, Section
-from lmtrain.config.setting import changeable, identity
+from lmtrain.config.section import RawText, Section, changeable, identity
 
 
 class LoraConfig(Section):

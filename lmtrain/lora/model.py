@@ -1,12 +1,15 @@
 """A model with adapters, with the interface of every model: evaluation and sampling use it like any other."""
 
+import hashlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from lmtrain.lora.adapters import init_adapters, trained_in_full
 from lmtrain.lora.config import LoraConfig
 from lmtrain.lora.sites import (
     A,
@@ -23,9 +26,59 @@ from lmtrain.models.config import ModelConfig
 from lmtrain.models.interface import LanguageModel
 from lmtrain.models.layers.linear import LORA, RATE
 from lmtrain.models.layers.quantized import QUANTIZED
-from lmtrain.models.params import abstract_params, flatten, shapes_by_path, unflatten
-from lmtrain.models.quantization import take_scales
+from lmtrain.models.params import abstract_params, flatten, shapes_by_path, take_scales, unflatten
 from lmtrain.models.registry import hf_family
+from lmtrain.sharding.mesh import Layout
+
+# Adapters as a tree of arrays: initial values, and merging into the base.
+#
+#     <layer>/lora_a [r, in], <layer>/lora_b [out, r]   the adapter of a linear layer; with a first dimension in stacks
+#     <path of a parameter>                             a parameter that is trained in full, instead of the base's
+#
+# Both are stored in the shapes of PEFT's files.
+
+
+def init_adapters(sites: Sequence[Site], r: int, key: jax.Array) -> dict[str, Any]:
+    """New adapters by path, boxed with their logical names: `lora_a` random, as PEFT initializes it, `lora_b` zero.
+
+    PEFT's `kaiming_uniform_(a, sqrt(5))` is uniform within 1 / sqrt(in).
+    """
+    flat = {}
+    for number, site in enumerate(sites):
+        lead, names = ((), ()) if site.layers is None else ((len(site.layers),), ("layers",))
+        bound = site.inputs**-0.5
+        values = jax.random.uniform(
+            jax.random.fold_in(key, number), (*lead, r, site.inputs), jnp.float32, -bound, bound
+        )
+        flat[f"{site.path}/{A}"] = nn.LogicallyPartitioned(values, (*names, "lora_rank", None))
+        zeros = jnp.zeros((*lead, site.outputs, r))
+        flat[f"{site.path}/{B}"] = nn.LogicallyPartitioned(zeros, (*names, None, "lora_rank"))
+    return flat
+
+
+def merge_layer(kernel: np.ndarray, a: np.ndarray, b: np.ndarray, scale: float) -> np.ndarray:
+    """A layer's kernel plus `scale` * (B A)^T in float32; where that is zero, its bits do not change."""
+    kernel, a, b = (array.astype(np.float32) for array in (kernel, a, b))
+    delta = (np.float32(scale) * (b @ a)).T.reshape(kernel.shape)
+    return np.where(delta == 0, kernel, kernel + delta)
+
+
+def adapted_layers(flat: Mapping[str, Any]) -> list[str]:
+    """The paths of the layers with an adapter, in a tree of adapters by path."""
+    return sorted(path.removesuffix(f"/{A}") for path in flat if path.endswith(f"/{A}"))
+
+
+def trained_in_full(flat: Mapping[str, Any]) -> list[str]:
+    """The paths of the parameters that are trained in full, in a tree of adapters by path."""
+    return [path for path in flat if not path.endswith((f"/{A}", f"/{B}"))]
+
+
+def start_from(adapters: Any, base: Any) -> Any:
+    """The adapters, with the base's values of the parameters that are trained in full."""
+    flat, values = flatten(adapters), flatten(base)
+    copied = {path: values[path].astype(flat[path].dtype) for path in trained_in_full(flat)}
+    return unflatten(flat | copied)
+
 
 # The parts of the parameters.
 BASE, ADAPTERS = "base", "adapters"
@@ -35,7 +88,7 @@ BASE, ADAPTERS = "base", "adapters"
 class AdaptedModel:
     """`inner` with adapters on the layers `sites`; the parameters at the paths `in_full` are trained in full.
 
-    Its parameters are {"base": those of `inner`, "adapters": see `lmtrain/lora/adapters.py`}. The adapters' outputs are
+    Its parameters are {"base": those of `inner`, "adapters": see `lmtrain/lora/model.py`}. The adapters' outputs are
     multiplied by `scale`. With an rng named `dropout`, their inputs have dropout at `rate`.
     """
 
@@ -114,3 +167,34 @@ def adapt(config: LoraConfig | None, model_config: ModelConfig, model: LanguageM
 def trainable(model: LanguageModel, whole: Any) -> Any:
     """The part of a tree like the model's parameters that is trained: with LoRA the adapters, else all."""
     return whole[ADAPTERS] if isinstance(model, AdaptedModel) else whole
+
+
+# Odd constants of MurmurHash3's finalizer, and of Fibonacci hashing.
+_MIX = (0x85EBCA6B, 0xC2B2AE35)
+_POSITION = 0x9E3779B9
+
+
+def fingerprint(params: Any, layout: Layout) -> str:
+    """A hash of names, shapes, dtypes and values: 32 hexadecimal digits. No array is gathered.
+
+    Each value is mixed with its position; the sums modulo 2^32 do not depend on the order of the additions.
+    """
+    flat = flatten(params)
+    sum_each = jax.jit(lambda flat: jax.tree.map(_of_leaf, flat), out_shardings=layout.replicated)
+    sums = jax.device_get(sum_each(flat))
+    parts = [f"{path} {leaf.shape} {leaf.dtype} {sums[path].tolist()}" for path, leaf in sorted(flat.items())]
+    return hashlib.blake2b("\n".join(parts).encode(), digest_size=16).hexdigest()
+
+
+def _of_leaf(leaf: jax.Array) -> jax.Array:
+    """Two sums over all values, uint32 [2]."""
+    bits = jax.lax.bitcast_convert_type(leaf, jnp.uint16 if leaf.dtype.itemsize == 2 else jnp.uint32)
+    position = jnp.uint32(0)
+    for dim, size in enumerate(leaf.shape):
+        position = position * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, dim)
+    mixed = bits.astype(jnp.uint32) ^ (position * jnp.uint32(_POSITION))
+    sums = []
+    for factor in _MIX:
+        mixed = (mixed ^ (mixed >> 15)) * jnp.uint32(factor)
+        sums.append(jnp.sum(mixed ^ (mixed >> 13), dtype=jnp.uint32))
+    return jnp.stack(sums)

@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from typing import Any
 
-from lmtrain.config.errors import UserError
-from lmtrain.config.redact import redact
 from lmtrain.hf.key_map import Row
 from lmtrain.hf.weight_files import read_model_json
 from lmtrain.lora.config import LoraConfig
 from lmtrain.lora.sites import A, B, EmbeddingTable, Site, is_head_or_embedding
+from lmtrain.runtime.errors import UserError
+from lmtrain.runtime.redact import redact
 
 CONFIG_FILE, WEIGHTS_NAME = "adapter_config.json", "adapter_model"
 _PREFIX = "base_model.model."
@@ -29,7 +29,7 @@ _DUPLICATES = (".modules_to_save.weight", ".original_module.weight")
 
 
 def adapter_rows(sites: Sequence[Site], tables: Sequence[EmbeddingTable]) -> list[Row]:
-    """Key table of adapters: paths as in `lmtrain/lora/adapters.py`, names as in PEFT's files."""
+    """Key table of adapters: paths as in `lmtrain/lora/model.py`, names as in PEFT's files."""
     rows = []
     for site in sites:
         rows.append(Row(f"{site.path}/{A}", f"{_PREFIX}{site.module}.lora_A.weight", layers=site.layers))

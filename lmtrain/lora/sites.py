@@ -6,9 +6,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lmtrain.config.errors import UserError
-from lmtrain.config.suggest import suggest_name
 from lmtrain.hf.key_map import Row, Table
+from lmtrain.runtime.errors import UserError, suggest_name
 
 ALL_LINEAR = "all-linear"
 _KERNEL, _WEIGHT = "/kernel", ".weight"

@@ -1,18 +1,21 @@
-"""The parameters of any model, as a tree: shapes, names of dimensions, counts, dtypes."""
+"""The parameters of any model, as a tree: shapes, names of dimensions, counts, dtypes, storage in few bits; and the
+auxiliary losses and metrics that its layers add.
+"""
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from flax import struct
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from lmtrain.models.attention.names import PLAIN
 from lmtrain.models.interface import LanguageModel
-from lmtrain.models.layers.quantized import EIGHT_BIT_TYPES
+from lmtrain.models.layers.quantized import EIGHT_BIT_TYPES, FORMATS, KERNEL, SCALE, Quantized, quantize
 from lmtrain.models.moe.load import BIAS
 
 # Name of the scale of a parameter that is stored in 8 bits, next to it.
@@ -96,3 +99,131 @@ def _map_changeable(function: Callable[[Sequence[str], Any], Any], params: Any) 
         return leaf if is_kept else function(names, leaf)
 
     return jax.tree_util.tree_map_with_path(change, params)
+
+
+# Auxiliary losses: named values that blocks add to the training loss, such as the load balance of a router.
+#
+#     class Router(nn.Module):
+#         def __call__(self, x_BSD):
+#             ...
+#             add_auxiliary(self, "train/load_balance", imbalance_B.sum(), x_BSD.shape[0], coefficient=0.01)
+#
+# A value is a sum and the weight of that sum. The step adds, for each name,
+#
+#     coefficient * (sum of totals) / (sum of weights)
+#
+# over all layers, microbatches and devices, to the mean of the objective, and logs the quotient under the name; it logs
+# the objective itself, without auxiliary losses, as `train/loss`. With a coefficient of 0 the value is only a metric.
+#
+# Evaluation, benchmarks, sampling and estimates of the Hessian leave auxiliary losses out, and compute nothing for
+# them.
+
+# The collection of variables that models sow into.
+AUXILIARY = "auxiliary"
+
+
+class Auxiliary(struct.PyTreeNode):
+    """Sums over positions, float32: scalars; of several layers, [N] each."""
+
+    total: jax.Array
+    weight: jax.Array
+    coefficient: float = struct.field(pytree_node=False)
+
+
+def add_auxiliary(module: nn.Module, name: str, total: Any, weight: Any, coefficient: float) -> None:
+    """Add a sum and its weight, both scalars over the entire batch that `module` sees; no gradient flows to `weight`.
+
+    `name` is that of the logged metric, `train/...`. All layers that use a name have the same coefficient.
+    """
+    weight = jax.lax.stop_gradient(jnp.asarray(weight, jnp.float32))
+    module.sow(AUXILIARY, name, Auxiliary(jnp.asarray(total, jnp.float32), weight, coefficient))
+
+
+def collect(sown: Mapping[str, Any]) -> dict[str, Auxiliary]:
+    """What a model has sown, by name: [N] sums over positions, of all layers that use the name."""
+    sums: dict[str, Auxiliary] = {}
+    leaves = jax.tree_util.tree_leaves_with_path(sown.get(AUXILIARY, {}), is_leaf=lambda leaf: type(leaf) is Auxiliary)
+    for path, value in leaves:
+        name = [part.key for part in path if isinstance(part, jax.tree_util.DictKey)][-1]
+        if name in sums and sums[name].coefficient != value.coefficient:
+            raise ValueError(f"add_auxiliary: {name} has two coefficients; give them different names")
+        value = jax.tree.map(jnp.ravel, value)
+        sums[name] = jax.tree.map(lambda *parts: jnp.concatenate(parts), sums[name], value) if name in sums else value
+    return sums
+
+
+@functools.lru_cache(maxsize=8)
+def has_auxiliary(model: LanguageModel) -> bool:
+    """Whether training adds auxiliary losses."""
+    model = without_kernels(model)
+    params = nn.meta.unbox(abstract_params(model))
+    tokens = jax.ShapeDtypeStruct((1, 2), jnp.int32)
+    with nn.logical_axis_rules([]):  # two tokens do not divide over devices
+        _, sown = jax.eval_shape(
+            lambda params, tokens: model.apply({"params": params}, tokens, True, method="hidden", mutable=[AUXILIARY]),
+            params,
+            tokens,
+        )
+    return bool(jax.tree.leaves(sown))
+
+
+_BLOCKS, _ROUTER, _EXPERTS = "blocks", "router", "experts"
+
+
+def copies(params: Any, products: str, experts: bool = True) -> Any:
+    """The collection `QUANTIZED` for products in a format (`FORMATS`): 8-bit copies of the blocks' matrices.
+
+    Those that are stored in 8 bits are used as they are. Without `experts`, those of experts have no copy.
+    """
+    flat = flatten(params)
+    found: dict[str, jax.Array] = {}
+    for layer in _layers(flat, experts):
+        kernel = flat[f"{layer}/{KERNEL}"]
+        if kernel.dtype in EIGHT_BIT_TYPES:
+            part = Quantized(kernel, flat[f"{layer}/{STORED_SCALE}"])
+        else:
+            part = by_layer(kernel, products)
+        found |= {f"{layer}/{KERNEL}": part.values, f"{layer}/{SCALE}": part.scale}
+    return unflatten(found)
+
+
+def stored(params: Any, storage: str | None, convert: Callable[[jax.Array, str], Quantized] | None = None) -> Any:
+    """Frozen parameters with the blocks' matrices in the 8-bit format `storage`, each with its scale next to it. Those
+    of experts stay as they are. `convert` converts a stack of matrices [layers, ...]."""
+    if storage is None:
+        return params
+    flat = dict(flatten(params))
+    for layer in _layers(flat, experts=False):
+        part = (convert or by_layer)(flat.pop(f"{layer}/{KERNEL}"), storage)
+        flat |= {f"{layer}/{KERNEL}": part.values, f"{layer}/{STORED_SCALE}": part.scale}
+    return unflatten(flat)
+
+
+def storage_of(abstract: Any) -> str | None:
+    """The 8-bit format in which parameters are stored; None: none is."""
+    kinds = {leaf.dtype for leaf in jax.tree.leaves(abstract)}
+    return next((name for name, types in FORMATS.items() if types.values in kinds), None)
+
+
+def take_scales(params: Any) -> tuple[Any, Any]:
+    """Parameters without the scales of those that are stored in 8 bits, and the collection `QUANTIZED` of these."""
+    flat = dict(flatten(params))
+    names = [path for path in flat if path.endswith(f"/{STORED_SCALE}")]
+    scales = {path.removesuffix(STORED_SCALE) + SCALE: flat.pop(path) for path in names}
+    return unflatten(flat), unflatten(scales)
+
+
+def has_copy(path: Sequence[str], experts: bool = True) -> bool:
+    """Whether the parameter at a path of the model's tree has an 8-bit copy; `experts`: those of experts have."""
+    *layer, name = path
+    is_matrix = name == KERNEL and layer[0] == _BLOCKS and layer[-1] != _ROUTER
+    return is_matrix and (experts or _EXPERTS not in layer)
+
+
+def _layers(flat: Any, experts: bool) -> list[str]:
+    return [path.rpartition("/")[0] for path in flat if has_copy(path.split("/"), experts)]
+
+
+def by_layer(kernel: jax.Array, products: str) -> Quantized:
+    """A stack of matrices [layers, ...] in 8 bits, with a scale for each layer."""
+    return quantize(kernel, FORMATS[products].values, tuple(range(1, kernel.ndim)))

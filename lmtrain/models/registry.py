@@ -8,9 +8,9 @@ import importlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from lmtrain.config.errors import UserError
 from lmtrain.models.attention.names import PLAIN
 from lmtrain.models.config import FAMILY_NAMES, ModelConfig
+from lmtrain.runtime.errors import UserError
 
 if TYPE_CHECKING:
     from lmtrain.models.interface import LanguageModel

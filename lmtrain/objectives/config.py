@@ -4,9 +4,8 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, Tag, model_validator
 
-from lmtrain.config.errors import field_error
-from lmtrain.config.section import Section, by_type
-from lmtrain.config.setting import identity
+from lmtrain.config.section import Section, by_type, identity
+from lmtrain.runtime.errors import field_error
 
 
 class _Objective(Section):

@@ -1,17 +1,48 @@
-"""Sums of row losses without the logits of the entire batch, for any loss of a row's statistics.
+"""Sums of row losses without the logits of the entire batch, for any loss of a row's statistics; log-probabilities of
+targets.
 
 A row is a position of a sequence. A loss depends on the logits through a few statistics, `LogitStatistics`, whose
 gradients with respect to the logits are implemented here. So such an objective needs no handwritten gradient.
 """
 
+import functools
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 
-from lmtrain.objectives.chunked_sums import Chunk, sum_of_losses, weighted
+from lmtrain.objectives.chunked_sums import Chunk, Chunks, sum_of_losses, weighted
 from lmtrain.sharding.local import sum_over
+
+
+class TargetScores(NamedTuple):
+    """For each target: its log-probability, [B, T] float32, and whether it is the most likely token, [B, T] bool."""
+
+    log_prob: jax.Array
+    is_best: jax.Array
+
+
+def score_targets(
+    hidden_BTD: jax.Array,
+    head_VD: jax.Array,
+    targets_BT: jax.Array,
+    vocab_size: int | None = None,
+    logit_cap: float | None = None,
+) -> TargetScores:
+    """Score each target by the logits `hidden @ head.T` of its own position, capped if there is a cap.
+
+    Rows of the head from `vocab_size` on are padding. Products run in the inputs' precision, all else in float32. Of
+    several most likely tokens the first one counts, as in argmax.
+    """
+    chunks = Chunks.of(hidden_BTD, head_VD, vocab_size, logit_cap)
+
+    def score(logits: jax.Array, head: jax.Array, target: jax.Array) -> TargetScores:
+        log_prob = chunks.chosen(logits, head, target) - chunks.log_sum(logits)
+        return TargetScores(log_prob, chunks.most_likely(logits, head) == target)
+
+    scores: TargetScores = chunks.map_rows(score, hidden_BTD, head_VD, targets_BT)
+    return scores
 
 
 class LogitStatistics(NamedTuple):
@@ -86,3 +117,47 @@ def _d_logits(chunk: Chunk, row: LogitStatistics, d_row: LogitStatistics) -> jax
     if d_row.mean is None:
         return d_logits
     return d_logits + jnp.where(chunk.of.is_token(chunk.head), d_row.mean[:, None] / chunk.of.vocab_size, 0.0)
+
+
+@dataclass(frozen=True)
+class _LogProb:
+    """The log-probability of the target."""
+
+    uses_mean = False
+
+    def __call__(self, row: LogitStatistics) -> jax.Array:
+        return row.chosen - row.log_sum
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def target_log_probs(
+    hidden_BSD: jax.Array,
+    head_VD: jax.Array,
+    targets_BS: jax.Array,
+    vocab_size: int | None = None,
+    logit_cap: float | None = None,
+) -> jax.Array:
+    """The log-probability of each target by the logits `hidden @ head.T`, capped if there is a cap. -> [B, S] float32
+
+    For losses that need all of them before the weight of any is known. Gradients recompute the logits in chunks: four
+    products with the head, one more than those of `sum_of_row_losses`.
+    """
+    return score_targets(hidden_BSD, head_VD, targets_BS, vocab_size, logit_cap).log_prob
+
+
+def _forward(
+    hidden: jax.Array, head: jax.Array, targets: jax.Array, vocab_size: int | None, logit_cap: float | None
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
+    return target_log_probs(hidden, head, targets, vocab_size, logit_cap), (hidden, head, targets)
+
+
+def _backward(vocab_size: int | None, logit_cap: float | None, saved: Any, upstream_BS: jax.Array) -> tuple[Any, ...]:
+    hidden, head, targets = saved
+
+    def weighted(hidden: jax.Array, head: jax.Array) -> jax.Array:
+        return sum_of_row_losses(_LogProb(), hidden, head, targets, upstream_BS, vocab_size, logit_cap)
+
+    return *jax.grad(weighted, (0, 1))(hidden, head), None
+
+
+target_log_probs.defvjp(_forward, _backward)

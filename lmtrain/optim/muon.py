@@ -19,7 +19,7 @@ import optax
 from optax.contrib import MuonDimensionNumbers, MuonState
 
 from lmtrain.optim.config import MuonConfig
-from lmtrain.optim.moments import in_float32, widen
+from lmtrain.optim.transforms import in_float32, widen
 from lmtrain.sharding.local import spread
 
 # Axes along which a parameter stacks matrices; each matrix is orthogonalized separately.

@@ -17,10 +17,8 @@ from lmtrain.optim.config import (
     OptimizerConfig,
     SophiaConfig,
 )
-from lmtrain.optim.moments import in_float32
 from lmtrain.optim.schedules import Schedule
-from lmtrain.optim.skip_step import skip_bad_steps
-from lmtrain.optim.weight_decay import decay_mask
+from lmtrain.optim.transforms import decay_mask, in_float32, skip_bad_steps
 
 
 class LearningRateState(NamedTuple):
@@ -75,7 +73,7 @@ def _direction(config: OptimizerConfig, axes: Any) -> list[optax.GradientTransfo
         case AdafactorConfig():
             return _adafactor(config, axes)
         case SophiaConfig():
-            from lmtrain.optim.sophia import scale_by_sophia
+            from lmtrain.optim.transforms import scale_by_sophia
 
             return [scale_by_sophia(config)]
 

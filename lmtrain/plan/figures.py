@@ -4,24 +4,23 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
-from lmtrain.compiled.bound import bound
 from lmtrain.compiled.collectives import Network
 from lmtrain.compiled.executions import Trips
-from lmtrain.compiled.figures import Figures, measure
+from lmtrain.compiled.figures import Figures, bound, measure
 from lmtrain.models.attention.kernel import kernel_of
 from lmtrain.models.attention.split import exchange_size
 from lmtrain.models.moe.experts import EXPERTS_SCOPE
 from lmtrain.models.params import count_parameters
-from lmtrain.plan.experts import (
+from lmtrain.plan.wire import (
     count_active,
     describe_experts,
     expert_flops,
     expert_trips,
+    wire_minimum,
 )
-from lmtrain.plan.wire import wire_minimum
 from lmtrain.runtime.accelerators import Accelerator
 from lmtrain.sharding.mesh import Layout
-from lmtrain.train.program.layout_table import layout_table
+from lmtrain.train.program.compile import layout_table
 from lmtrain.train.program.program import Program
 from lmtrain.train.step.step import OPTIMIZER_SCOPE
 

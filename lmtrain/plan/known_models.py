@@ -3,7 +3,6 @@
 import os
 from typing import Any
 
-from lmtrain.config.errors import UserError, errors_of
 from lmtrain.data.config import DataConfig
 from lmtrain.hf.weight_files import read_model_config
 from lmtrain.models.registry import hf_family
@@ -11,6 +10,7 @@ from lmtrain.objectives.config import DistillConfig
 from lmtrain.preprocess.prepare_demo import VOCAB_SIZE, missing_demo_tokenizer
 from lmtrain.run.config import RunConfig
 from lmtrain.run.run import ResolvedSettings, Run, resolve
+from lmtrain.runtime.errors import UserError, errors_of
 from lmtrain.weights.hf_config import hf_ref, resolve_hf
 
 _COLUMNS = ("type", "hidden_dim", "intermediate_dim", "num_layers", "num_heads", "num_kv_heads", "seq_len")

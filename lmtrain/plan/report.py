@@ -5,10 +5,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from lmtrain.plan import eight_bit
-from lmtrain.plan.answers import Plan
+from lmtrain.plan import candidates
 from lmtrain.plan.candidates import to_yaml
-from lmtrain.plan.request import Target
+from lmtrain.plan.request import Plan, Target
 from lmtrain.plan.search import Search
 from lmtrain.runtime.accelerators import Accelerator
 from lmtrain.runtime.progress import format_bytes
@@ -35,7 +34,7 @@ def plan_lines(
     vocabulary: str,
     comparison: Mapping[str, Any] | None = None,
 ) -> Iterator[str]:
-    """The complete text of a plan, up to its verdict. `comparison`: see `lmtrain/plan/eight_bit.py`."""
+    """The complete text of a plan, up to its verdict. `comparison`: see `lmtrain/plan/candidates.py`."""
     program, topology = plan.program, target.topology
     kind = accelerator.name if accelerator else program["device"]
     shape = f" ({topology.name})" if topology and topology.num_devices > 1 else ""
@@ -50,7 +49,7 @@ def plan_lines(
     if comparison is not None or training.get("flops", {}).get("eight_bit"):
         yield ""
         yield "products in 8 bits"
-        yield from eight_bit.lines(training, comparison)
+        yield from candidates.lines(training, comparison)
     yield ""
     yield verdict(plan, accelerator)
 

@@ -11,11 +11,9 @@ from dataclasses import dataclass, field
 
 from pydantic import ValidationError
 
-from lmtrain.config.errors import UserError
-from lmtrain.plan.answers import Plan, ask
-from lmtrain.plan.candidates import POLICIES, Changes, alternatives, parallelisms
-from lmtrain.plan.eight_bit import MOST_TIME
-from lmtrain.plan.request import Request
+from lmtrain.plan.candidates import MOST_TIME, POLICIES, Changes, alternatives, parallelisms
+from lmtrain.plan.request import Plan, Request, ask
+from lmtrain.runtime.errors import UserError
 
 # A compile that started before the deadline has at least this timeout, in seconds.
 _MIN_TIMEOUT = 30.0

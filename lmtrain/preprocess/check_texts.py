@@ -9,21 +9,19 @@ from typing import Any
 
 import numpy as np
 
-from lmtrain.config.errors import UserError
 from lmtrain.data.config import DataConfig
 from lmtrain.hf.chat_template import ChatTemplate
 from lmtrain.hf.find_tokenizer import open_tokenizer
 from lmtrain.hf.tokenizer import Tokenizer
-from lmtrain.preprocess.benchmark_index import BenchmarkIndex, load_index
 from lmtrain.preprocess.documents import DocumentReader
-from lmtrain.preprocess.job import Report
+from lmtrain.preprocess.executor import Report
 from lmtrain.preprocess.record_reader import record_reader
 from lmtrain.preprocess.records import Document, TokenizedText, texts_of
 from lmtrain.preprocess.sources import AnySource
-from lmtrain.preprocess.token_documents import documents_in_place
-from lmtrain.preprocess.token_sources import TokenSource
+from lmtrain.preprocess.text_matches import BenchmarkIndex, load_index, text_hashes, words_of
+from lmtrain.preprocess.token_sources import TokenSource, documents_in_place
 from lmtrain.preprocess.tokenize import tokenize
-from lmtrain.preprocess.word_hashes import text_hashes, words_of
+from lmtrain.runtime.errors import UserError
 from lmtrain.runtime.storage import read_bytes
 
 # Characters that are checked at once.

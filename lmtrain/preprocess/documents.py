@@ -9,8 +9,6 @@ import zlib
 from collections.abc import Callable, Collection, Iterator
 from typing import IO, Any
 
-from lmtrain.config.errors import UserError
-from lmtrain.config.remote import remote_errors
 from lmtrain.preprocess.formats import READERS, RecordLimit, UnreadableError
 from lmtrain.preprocess.hf_dataset import DatasetRows, DatasetShard
 from lmtrain.preprocess.input_files import format_of
@@ -27,6 +25,8 @@ from lmtrain.preprocess.records import (
     read_document,
 )
 from lmtrain.preprocess.sources import AnySource, Source, describe_source, open_source
+from lmtrain.runtime.errors import UserError
+from lmtrain.runtime.remote import remote_errors
 from lmtrain.runtime.storage import is_url
 
 _BAD_RECORDS_SHOWN = 10

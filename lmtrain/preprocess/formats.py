@@ -20,9 +20,8 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import IO, Any
 
-from lmtrain.config.encodings import likely_encoding, not_utf8
-from lmtrain.config.json_text import parse_json
 from lmtrain.preprocess.records import BadRecordError, Record, RecordReader, Texts, TokenIds, no_object, row_of_table
+from lmtrain.runtime.text import likely_encoding, not_utf8, parse_json
 
 _CHUNK_BYTES = 1 << 20
 _START_BYTES = 4096

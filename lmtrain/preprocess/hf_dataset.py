@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from lmtrain.config.errors import UserError
 from lmtrain.data.config import SourceConfig
 from lmtrain.hf.hub import prepare_hub
 from lmtrain.preprocess.records import Record, row_of_table
+from lmtrain.runtime.errors import UserError
 
 # Approximate size of the shards of a downloaded dataset; a stream has one shard per file.
 _SHARD_BYTES = 256_000_000

@@ -9,14 +9,13 @@ from typing import Any
 
 from braceexpand import braceexpand
 
-from lmtrain.config.counts import counted
-from lmtrain.config.encodings import require_utf8_name
-from lmtrain.config.errors import UserError
-from lmtrain.config.remote import is_missing, open_fs, remote_errors, without_query
 from lmtrain.preprocess.formats import READERS
 from lmtrain.preprocess.token_sources import EXTENSIONS, is_cache, is_in_place
+from lmtrain.runtime.errors import UserError, counted
 from lmtrain.runtime.logging import log
+from lmtrain.runtime.remote import is_missing, open_fs, remote_errors, without_query
 from lmtrain.runtime.storage import is_url
+from lmtrain.runtime.text import require_utf8_name
 
 COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd", ".zstd": "zstd"}
 _UNCOMPRESSED = (".parquet", ".arrow")

@@ -3,11 +3,10 @@
 import os
 from collections.abc import Sequence
 
-from lmtrain.config.errors import UserError
 from lmtrain.preprocess.documents import read_texts
 from lmtrain.preprocess.input_files import expand_urls
-from lmtrain.runtime.atomic_files import write_atomically
-from lmtrain.runtime.storage import is_url
+from lmtrain.runtime.errors import UserError
+from lmtrain.runtime.storage import is_url, write_atomically
 
 MODEL_FILE = "tokenizer.model"
 _JSON = "tokenizer.json"
@@ -31,7 +30,7 @@ def learn_from_files(
     It is a byte-level BPE tokenizer, or a sentencepiece model of `model_type`. `output` is a folder; or the file of the
     sentencepiece model if it ends in `.model`. Raises `UserError` if it has another tokenizer, unless `overwrite`.
     """
-    from lmtrain.hf.learn_tokenizer import END_OF_TEXT, learn_bpe
+    from lmtrain.hf.extend_tokenizer import END_OF_TEXT, learn_bpe
     from lmtrain.hf.sentencepiece import train_sentencepiece
     from lmtrain.hf.tokenizer import save_tokenizer
 

@@ -13,7 +13,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from lmtrain.config.errors import UserError
 from lmtrain.hf.chat_template import ChatTemplate
 from lmtrain.preprocess.instructions import Rendering, starts_with
 from lmtrain.preprocess.messages import ASSISTANT, Conversation, as_messages, check_messages, check_prompt
@@ -41,6 +40,7 @@ from lmtrain.preprocess.records import (
     checked_text,
     listed_keys,
 )
+from lmtrain.runtime.errors import UserError
 
 # Of conversations, some of which have the prompt of two answers there.
 _CONVERSATIONS = ("messages", "conversations")

@@ -1,29 +1,34 @@
-"""Token caches of a run: finding them, building the missing shards, and waiting until training can start."""
+"""Token caches of a run: finding them, building the missing shards in the background, and waiting until training can
+start.
+"""
 
+import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from lmtrain.config.errors import UserError
+import numpy as np
+
+from lmtrain.data.cache_manifest import CacheManifest
 from lmtrain.data.caches import Caches, needs_all
 from lmtrain.data.config import DataConfig
 from lmtrain.data.targets import FirstTargets
-from lmtrain.preprocess.dropped import Dropped
+from lmtrain.preprocess.executor import Executor
 from lmtrain.preprocess.prepare_demo import prepare_demo
+from lmtrain.preprocess.recipe import Dropped
 from lmtrain.preprocess.sources import has_text
 from lmtrain.preprocess.split_cache import SplitCache, find_cache, has_cache, split_folder
+from lmtrain.preprocess.write_shard import ShardJob
 from lmtrain.run.config import RunConfig
-from lmtrain.runtime.logging import log
-from lmtrain.runtime.processes import Processes
-from lmtrain.runtime.progress import Progress
+from lmtrain.runtime.errors import UserError, counted
+from lmtrain.runtime.logging import Processes, log
+from lmtrain.runtime.progress import Progress, format_seconds
 from lmtrain.runtime.signals import StoppedError, StopRequest
+from lmtrain.runtime.storage import is_url, remove_temporaries
 
-if TYPE_CHECKING:
-    from lmtrain.preprocess.build import Build
-
-_POLL_SECONDS = 0.05
-_SHOWN = 3
+_WAIT_SECONDS = 0.05
+_FEW = 3
 
 
 @dataclass(frozen=True)
@@ -53,9 +58,9 @@ def find_caches(
     if not train and not caches.validation:
         raise UserError("data: no validation text")
     if shared := shared_text(caches):
-        more = f" and {len(shared) - _SHOWN} more" if len(shared) > _SHOWN else ""
+        more = f" and {len(shared) - _FEW} more" if len(shared) > _FEW else ""
         log.warning(
-            f"{', '.join(shared[:_SHOWN])}{more}: validation text is also training text (same size, start and end), "
+            f"{', '.join(shared[:_FEW])}{more}: validation text is also training text (same size, start and end), "
             "so eval/loss does not measure generalization; remove it from train_urls"
         )
     return caches
@@ -70,7 +75,6 @@ def shared_text(caches: SplitCaches) -> list[str]:
 
 def start_build(config: RunConfig, caches: SplitCaches, processes: Processes, background: bool = False) -> "Build":
     """Start to build the missing shards. The first process of a run builds, and the others follow."""
-    from lmtrain.preprocess.build import Build
     from lmtrain.preprocess.executor import LOCAL, choose_executor
 
     executor = LOCAL  # of finished shards, for which Ray need not be installed
@@ -90,7 +94,7 @@ def wait(build: "Build", stop: StopRequest | None = None, enough: Callable[[], b
             if stop is not None and stop.requested:
                 build.stop()
                 raise StoppedError
-            time.sleep(_POLL_SECONDS)
+            time.sleep(_WAIT_SECONDS)
     build.check()
 
 
@@ -153,3 +157,156 @@ def _find_split(config: DataConfig, split: str, dropped: Mapping[str, Dropped]) 
             is_read = split == "validation" or config.has_weight(name)
             caches[name] = find_cache(source, split, is_read, dropped.get(name))
     return caches
+
+
+_POLL_SECONDS = 0.5
+_SHARED_SECONDS = 60
+# Warnings and bad records that are listed.
+_SHOWN = 20
+
+
+class Build:
+    """Background build of the missing shards of caches. With `follows` it only waits for another process to build.
+
+    Call `start`, poll `running`, and call `stop` at the end. `check` raises the error of a failed build; readers of
+    the caches' shards get the same error.
+    """
+
+    def __init__(self, caches: list[SplitCache], executor: Executor, follows: bool = False):
+        self.done_bytes = 0
+        self.text = "starting"
+        self._caches = [cache for cache in caches if not cache.complete or cache.manifest is None]
+        self._finished = [cache for cache in caches if cache not in self._caches]
+        self.total_bytes = max(1, sum(job.source.bytes for cache in self._caches for job in cache.missing.values()))
+        self._executor = executor
+        self.follows = follows
+        self._stopped = threading.Event()
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="build caches", daemon=True)
+
+    def start(self) -> "Build":
+        for cache in self._finished if not self.follows else []:
+            cache.save_times()
+        for cache in self._caches:
+            cache.make_folder()
+        if self._caches:
+            self._thread.start()
+        return self
+
+    @property
+    def running(self) -> bool:
+        return self._thread.is_alive()
+
+    def check(self) -> None:
+        """Raise the error of a failed build."""
+        if self._error is not None:
+            raise self._error
+
+    def stop(self) -> None:
+        """Stop the build. Finished shards are kept, and the next build resumes from them."""
+        self._stopped.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            with self._executor.helping() if self.follows else nullcontext():
+                self._until_complete()
+        except BaseException as error:
+            self._error = error
+            for cache in self._caches:
+                if not cache.complete:
+                    cache.shards.fail(error)
+
+    def _until_complete(self) -> None:
+        """Build the caches that no other process is building, and read the shards of the others."""
+        waiting = list(self._caches)
+        logged, started = False, time.monotonic()
+        while waiting and not self._stopped.is_set():
+            mine = [] if self.follows else [cache for cache in waiting if cache.acquire()]
+            try:
+                for cache in waiting:
+                    cache.find_finished()
+                if mine:
+                    self._build(mine)
+            finally:
+                for cache in mine:
+                    cache.release()
+            waiting = [cache for cache in waiting if cache not in mine and not cache.complete]
+            if waiting:
+                if not logged:
+                    logged = self._log_waiting(waiting[0], time.monotonic() - started)
+                self.text = "built by another process"
+                self._stopped.wait(_POLL_SECONDS)
+        if waiting:
+            raise StoppedError
+
+    def _log_waiting(self, cache: SplitCache, seconds: float) -> bool:
+        """Log that another process builds a cache; a follower only after some time. Returns whether it has logged."""
+        if not self.follows:
+            log.info(f"{cache.folder}: {cache.holder()} is building it; using its shards")
+        elif seconds > _SHARED_SECONDS:
+            log.warning(
+                f"{cache.folder}: waiting for process 0 to build it; data.cache_dir must be a folder that all hosts "
+                "share, or a URL"
+            )
+        return not self.follows or seconds > _SHARED_SECONDS
+
+    def _build(self, caches: list[SplitCache]) -> None:
+        missing = _interleave(caches)
+        if missing:
+            try:
+                self._build_shards(missing)
+            finally:  # a successful build may also have lost a worker
+                for cache in caches:
+                    if not is_url(cache.folder):
+                        remove_temporaries(cache.folder)
+        for cache in caches:
+            _log_skipped(cache.write_manifest())
+
+    def _build_shards(self, missing: list[tuple[SplitCache, int, ShardJob]]) -> None:
+        began = time.monotonic()
+        done, count = 0, counted(len(missing), "shard")
+        summary = ""
+
+        def on_counts(counts: np.ndarray) -> None:
+            nonlocal summary
+            documents, tokens, self.done_bytes = counts.sum(axis=0).tolist()
+            seconds = max(time.monotonic() - began, 1e-9)
+            speed = f"{tokens / seconds:,.0f} tokens/s"
+            summary = f"{counted(documents, 'document')}, {tokens:,} tokens"
+            self.text = f"{100 * self.done_bytes // self.total_bytes}%, {done}/{count}, {summary}, {speed}"
+            summary += f" in {count}, {format_seconds(seconds)}, {speed}"
+
+        existing = sum(len(cache.jobs) for cache in {cache for cache, _, _ in missing}) - len(missing)
+        if existing:
+            log.info(f"preprocess: {existing} of {counted(existing + len(missing), 'shard')} finished, resuming")
+        log.info(f"preprocess: {count} to build, {self._executor.label}")
+        jobs = [job for _, _, job in missing]
+        for number, info in self._executor.run(jobs, on_counts, self._stopped.is_set):
+            cache, index, _ = missing[number]
+            cache.add(index, info)
+            done += 1
+        log.info(f"preprocess: {summary}")
+
+
+def _interleave(caches: list[SplitCache]) -> list[tuple[SplitCache, int, ShardJob]]:
+    """All missing shards with their cache and index, in the order in which training needs them.
+
+    Validation comes first, then the first shards of all sources before their later ones.
+    """
+    missing = [(cache, index, job) for cache in caches for index, job in cache.missing.items()]
+    return sorted(missing, key=lambda entry: (entry[0].split == "train", entry[1]))
+
+
+def _log_skipped(manifest: CacheManifest) -> None:
+    warnings = [warning for shard in manifest.shards for warning in shard.warnings]
+    for warning in warnings[:_SHOWN]:
+        log.warning(f"preprocess {manifest.split}: {warning}")
+    if len(warnings) > _SHOWN:
+        log.warning(f"preprocess {manifest.split}: and {len(warnings) - _SHOWN:,} more such warnings of other shards")
+    if manifest.skipped:
+        records = [record for shard in manifest.shards for record in shard.bad_records]
+        more = [f"and {manifest.skipped - len(records):,} more"] if manifest.skipped > len(records) else []
+        report = "\n".join(f"  {line}" for line in [*records[:_SHOWN], *more])
+        log.warning(f"preprocess {manifest.split}: skipped {counted(manifest.skipped, 'bad record')}\n{report}")

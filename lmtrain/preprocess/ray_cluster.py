@@ -21,11 +21,10 @@ from typing import Any
 import numpy as np
 import ray
 
-from lmtrain.config.errors import UserError
-from lmtrain.preprocess.job import COUNTS, Job
-from lmtrain.runtime.config import RayConfig
-from lmtrain.runtime.logging import log
-from lmtrain.runtime.processes import Processes
+from lmtrain.preprocess.executor import COUNTS, Job
+from lmtrain.run.execution import RayConfig
+from lmtrain.runtime.errors import UserError
+from lmtrain.runtime.logging import Processes, log
 from lmtrain.runtime.signals import StoppedError
 
 _POLL_SECONDS = 0.5

@@ -9,8 +9,8 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from lmtrain.config.json_text import parse_json
 from lmtrain.preprocess.records import BadRecordError
+from lmtrain.runtime.text import parse_json
 
 # The system message, next to the other messages: of ShareGPT, OpenHermes and others.
 SYSTEM = ("system", "system_prompt", "system_message")

@@ -17,22 +17,19 @@ from itertools import islice
 
 import numpy as np
 
-from lmtrain.config.counts import counted
 from lmtrain.data.config import DataConfig
 from lmtrain.data.formats import PreferenceFormat, TextFormat, TooLong
-from lmtrain.data.packing import pack
-from lmtrain.data.pairs import kept_lengths
+from lmtrain.data.windows import kept_lengths, pack
 from lmtrain.hf.find_tokenizer import open_tokenizer
 from lmtrain.hf.tokenizer import Tokenizer
 from lmtrain.preprocess.documents import DocumentReader
-from lmtrain.preprocess.long_documents import can_split
 from lmtrain.preprocess.recipe import chat_template_of, check_special_tokens
 from lmtrain.preprocess.record_reader import record_reader
 from lmtrain.preprocess.sources import AnySource, list_sources
-from lmtrain.preprocess.token_documents import documents_in_place
-from lmtrain.preprocess.token_sources import TokenSource
-from lmtrain.preprocess.tokenize import tokenize
+from lmtrain.preprocess.token_sources import TokenSource, documents_in_place
+from lmtrain.preprocess.tokenize import can_split, tokenize
 from lmtrain.preprocess.write_shard import WARNINGS
+from lmtrain.runtime.errors import counted
 
 _GREEN, _BOLD, _PLAIN = "\x1b[32m", "\x1b[1m", "\x1b[0m"
 

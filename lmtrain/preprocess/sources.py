@@ -11,13 +11,9 @@ from functools import partial
 from itertools import chain
 from typing import IO, Any
 
-from lmtrain.config.encodings import binary_name, lfs_pointer, web_page
-from lmtrain.config.errors import UserError
-from lmtrain.config.redact import find_masked, redact
-from lmtrain.config.remote import open_fs, remote_errors
 from lmtrain.data.config import DataConfig
 from lmtrain.data.formats import TokensFormat
-from lmtrain.data.sampled import sample_checksum
+from lmtrain.data.token_file import sample_checksum
 from lmtrain.hf.tokenizer import Tokenizer
 from lmtrain.preprocess.hf_dataset import DatasetShard, dataset_splits, list_dataset_shards
 from lmtrain.preprocess.input_files import FilesMissingError, expand_urls, format_of
@@ -29,8 +25,12 @@ from lmtrain.preprocess.token_sources import (
     is_in_place,
     warn_of_settings,
 )
+from lmtrain.runtime.errors import UserError
 from lmtrain.runtime.logging import log
+from lmtrain.runtime.redact import find_masked, redact
+from lmtrain.runtime.remote import open_fs, remote_errors
 from lmtrain.runtime.storage import is_url, read_range
+from lmtrain.runtime.text import binary_name, lfs_pointer, web_page
 
 _SAMPLE_BYTES = 4096
 _READ_BYTES = 1 << 22

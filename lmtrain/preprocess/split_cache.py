@@ -6,14 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from lmtrain.config.counts import counted
-from lmtrain.config.encodings import require_utf8_name
-from lmtrain.config.errors import UserError
-from lmtrain.config.redact import redact
-from lmtrain.config.remote import remote_errors
 from lmtrain.data.cache_manifest import (
     CacheManifest,
     ShardInfo,
+    Shards,
     has_targets,
     load_manifest,
     save_manifest,
@@ -22,19 +18,25 @@ from lmtrain.data.cache_manifest import (
 from lmtrain.data.caches import Cache
 from lmtrain.data.config import DataConfig
 from lmtrain.data.formats import TextFormat
-from lmtrain.data.shards import Shards
 from lmtrain.data.targets import check_contents
 from lmtrain.data.token_file import log_touched
 from lmtrain.data.verification import forget
 from lmtrain.hf.chat_template import check_tokens
 from lmtrain.hf.find_tokenizer import open_tokenizer
 from lmtrain.hf.tokenizer import Tokenizer
-from lmtrain.preprocess.cache_match import check_recipe, check_sources, is_touched
-from lmtrain.preprocess.dropped import Dropped
 from lmtrain.preprocess.hf_dataset import folder_state
 from lmtrain.preprocess.input_files import FilesMissingError
-from lmtrain.preprocess.labels import has_labels
-from lmtrain.preprocess.recipe import chat_template_of, check_special_tokens, recipe_of, token_dtype
+from lmtrain.preprocess.recipe import (
+    Dropped,
+    chat_template_of,
+    check_recipe,
+    check_sources,
+    check_special_tokens,
+    is_touched,
+    recipe_of,
+    token_dtype,
+)
+from lmtrain.preprocess.record_reader import has_labels
 from lmtrain.preprocess.sources import (
     AnySource,
     as_recorded,
@@ -43,10 +45,21 @@ from lmtrain.preprocess.sources import (
     list_sources,
 )
 from lmtrain.preprocess.token_sources import TokenSource
-from lmtrain.runtime.atomic_files import remove_temporaries
-from lmtrain.runtime.lock import FileLock
+from lmtrain.runtime.errors import UserError, counted
 from lmtrain.runtime.logging import log
-from lmtrain.runtime.storage import check_writable, file_size, is_url, join, list_names, read_json
+from lmtrain.runtime.redact import redact
+from lmtrain.runtime.remote import remote_errors
+from lmtrain.runtime.storage import (
+    FileLock,
+    check_writable,
+    file_size,
+    is_url,
+    join,
+    list_names,
+    read_json,
+    remove_temporaries,
+)
+from lmtrain.runtime.text import require_utf8_name
 
 if TYPE_CHECKING:
     from lmtrain.preprocess.write_shard import ShardJob

@@ -1,4 +1,4 @@
-"""Files of token ids as sources that are read in place, and the layouts by which they are recognized.
+"""Files of token ids as sources that are read in place, the layouts by which they are recognized, and their documents.
 
 .bin with an .idx next to it   Megatron-LM's IndexedDataset; datatrove writes it, too
 .bin with a header             llm.c and modded-nanogpt; an EOS token begins each document
@@ -8,26 +8,26 @@ a folder with a manifest.json  a token cache of lmtrain
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from lmtrain.config.errors import UserError
-from lmtrain.config.redact import redact
-from lmtrain.config.remote import without_query
-from lmtrain.data.cache_manifest import CacheManifest, ShardInfo, load_manifest, manifest_path, shard_path
+from lmtrain.data.cache_manifest import CacheManifest, ShardInfo, Shards, load_manifest, manifest_path, shard_path
+from lmtrain.data.caches import Cache, open_store
 from lmtrain.data.config import DataConfig
-from lmtrain.data.formats import TokensFormat
-from lmtrain.data.megatron_index import check_index, read_index
-from lmtrain.data.sampled import sample_checksum
-from lmtrain.data.token_file import TokenLayout
+from lmtrain.data.formats import TokensFormat, TooLong
+from lmtrain.data.token_file import TokenLayout, check_index, read_index, sample_checksum
 from lmtrain.hf.tokenizer import Tokenizer
-from lmtrain.preprocess.token_headers import LLM_C_BYTES, NUMPY, read_llm_c, read_numpy
-from lmtrain.preprocess.token_types import check_content
+from lmtrain.preprocess.recipe import token_dtype
+from lmtrain.preprocess.records import TokenizedText
+from lmtrain.preprocess.token_types import LLM_C_BYTES, NUMPY, check_content, read_llm_c, read_numpy
+from lmtrain.runtime.errors import UserError
 from lmtrain.runtime.logging import log
+from lmtrain.runtime.redact import redact
+from lmtrain.runtime.remote import without_query
 from lmtrain.runtime.storage import file_size, is_url, read_range
 
 EXTENSIONS = (".bin", ".npy")
@@ -232,3 +232,38 @@ def _megatron(url: str, index_url: str, size: int, layout: TokenLayout) -> Token
         modified=modified,
     )
     return replace(layout, dtype=dtype.str, tokens=size // dtype.itemsize, index=index)
+
+
+# Tokens that are read at once.
+_READ_TOKENS = 1 << 16
+
+
+class PlacedDocument(NamedTuple):
+    """A document, and its file with the number of its first token."""
+
+    place: str
+    tokens: TokenizedText
+
+
+def documents_in_place(source: TokenSource, config: DataConfig, vocab_size: int) -> Iterator[PlacedDocument]:
+    """The documents of a file, as its layout divides it. Raises `UserError` if its index is corrupt."""
+    source.check_index()
+    shards, dtype = Shards.of_one(source.info), token_dtype(vocab_size).str
+    too_long: TooLong | None = None if source.info.targets is None else "cut"
+    store = open_store(config, Cache(config.cache_dir, {}, [], dtype, shards, too_long))
+
+    def document(ids: np.ndarray, targets: np.ndarray) -> PlacedDocument:
+        tokens = TokenizedText(ids, None if too_long is None else targets)
+        return PlacedDocument(f"{source.label}, token {begin:,}", tokens)
+
+    begin, ids, targets = 0, np.zeros(0, np.int32), np.zeros(0, bool)
+    for start in range(0, source.info.tokens, _READ_TOKENS):
+        read = store.read(np.array([start]), min(_READ_TOKENS, source.info.tokens - start))
+        more, begins, are_targets = (part[0] for part in read)
+        ids, targets = np.append(ids, more), np.append(targets, are_targets)
+        for border in [start + at for at in np.flatnonzero(begins).tolist() if start + at > begin]:
+            size = border - begin
+            yield document(ids[:size], targets[:size])
+            ids, targets, begin = ids[size:], targets[size:], border
+    if len(ids):
+        yield document(ids, targets)

@@ -1,17 +1,66 @@
-"""Tokenization of documents. Pure: the same documents and settings always give the same tokens."""
+"""Tokenization of documents. Pure: the same documents and settings always give the same tokens. Long documents are
+split for it.
+"""
 
+import json
+import re
 from collections.abc import Iterator
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from lmtrain.data.config import DataConfig
 from lmtrain.data.formats import TextFormat, TokensFormat
 from lmtrain.hf.tokenizer import Tokenizer
-from lmtrain.preprocess.long_documents import split_document
 from lmtrain.preprocess.recipe import token_dtype
 from lmtrain.preprocess.records import AnswerPair, InstructionText, TokenizedText
+
+if TYPE_CHECKING:
+    import tokenizers
+
+
+# Splitting of documents too long for one call of the tokenizer, which uses 100 times their size in memory.
+#
+# Documents are split where the tokens do not change: before a single space between two words. GPT-2's pre-tokenizer,
+# which most byte-level tokenizers use, always starts a new piece there, and merges never cross pieces. Other tokenizers
+# may depend on text across the split, so their documents are not split.
+
+# Long enough to be fast, short enough for the memory of a worker (about 200 MB).
+_PIECE_CHARACTERS = 1_000_000
+_BETWEEN_WORDS = re.compile(r"(?<=\w) (?=\w)")
+
+
+def can_split(backend: "tokenizers.Tokenizer") -> bool:
+    """Whether a split between words provably does not change the tokens."""
+    content = json.loads(backend.to_str())
+    before = content["pre_tokenizer"] or {}
+    return (
+        content["normalizer"] is None
+        and before.get("type") == "ByteLevel"
+        and (before.get("use_regex", True) or not content["model"].get("merges"))
+        and not before.get("add_prefix_space", True)
+        and not any(_looks_around(token) for token in content["added_tokens"])
+    )
+
+
+def _looks_around(added: dict[str, object]) -> bool:
+    spaces = any(letter.isspace() for letter in str(added["content"]))
+    return spaces or any(added.get(flag) for flag in ("lstrip", "rstrip", "single_word", "normalized"))
+
+
+def split_document(text: str, piece: int = _PIECE_CHARACTERS) -> list[str]:
+    """Split a text between words into pieces of at least `piece` characters, except for the last."""
+    pieces = []
+    start = 0
+    while len(text) - start > piece:
+        cut = _BETWEEN_WORDS.search(text, start + piece)
+        if cut is None:
+            break
+        pieces.append(text[start : cut.start()])
+        start = cut.start()
+    return [*pieces, text[start:]]
+
 
 # Characters to encode in one call; encodings take 100 times the memory of their text.
 _GROUP_CHARACTERS = 2_000_000

@@ -10,23 +10,20 @@ from typing import Any
 import numpy as np
 from array_record.python.array_record_module import ArrayRecordWriter
 
-from lmtrain.config.counts import counted
-from lmtrain.config.errors import UserError
 from lmtrain.data.cache_manifest import BLOCK_TOKENS, ShardInfo, has_targets
 from lmtrain.data.config import DataConfig
-from lmtrain.data.record_threads import check_threads
+from lmtrain.data.token_store import check_threads
 from lmtrain.hf.chat_template import ChatTemplate
 from lmtrain.hf.find_tokenizer import open_tokenizer
 from lmtrain.preprocess.documents import DocumentReader
-from lmtrain.preprocess.job import Report
-from lmtrain.preprocess.long_documents import can_split, split_document
+from lmtrain.preprocess.executor import Report
 from lmtrain.preprocess.recipe import token_dtype
 from lmtrain.preprocess.record_reader import record_reader
 from lmtrain.preprocess.records import Document, texts_of
 from lmtrain.preprocess.sources import AnySource, Source, as_recorded, source_checksums, version_of
-from lmtrain.preprocess.tokenize import TokenBatch, tokenize
-from lmtrain.runtime.atomic_files import file_sha256
-from lmtrain.runtime.storage import file_size, is_url, upload, write_json
+from lmtrain.preprocess.tokenize import TokenBatch, can_split, split_document, tokenize
+from lmtrain.runtime.errors import UserError, counted
+from lmtrain.runtime.storage import file_sha256, file_size, is_url, upload, write_json
 
 # Maximum size of one batch: keeps the tokenizer's threads busy, and fits in memory many times.
 _BATCH_CHARACTERS = 2_000_000

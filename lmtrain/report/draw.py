@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from lmtrain.report.charts import light
+from lmtrain.report.curve import is_noisy, smooth
 from lmtrain.report.plots import Line, Plot, colour_of, format_number
-from lmtrain.report.smooth import is_noisy, smooth
-from lmtrain.report.theme import light
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -14,14 +14,13 @@ from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from lmtrain import __version__
-from lmtrain.config.errors import UserError
-from lmtrain.report.chart_data import plot_data, run_data
+from lmtrain.report.charts import TIMES, css_variables
 from lmtrain.report.curve import RULE
 from lmtrain.report.draw import draw, to_png
-from lmtrain.report.plots import Plot, choose_plots, colour_of
+from lmtrain.report.plots import Plot, choose_plots, colour_of, plot_data, run_data
 from lmtrain.report.run import LoggedRun
-from lmtrain.report.summary import Cell, summarize
 from lmtrain.report.tables import (
+    Cell,
     attempts_table,
     differences_table,
     evaluations_table,
@@ -29,10 +28,11 @@ from lmtrain.report.tables import (
     format_time,
     samples_tables,
     summaries_table,
+    summarize,
     times_table,
 )
-from lmtrain.report.theme import TIMES, css_variables
-from lmtrain.runtime.atomic_files import write_atomically
+from lmtrain.runtime.errors import UserError
+from lmtrain.runtime.storage import write_atomically
 
 if TYPE_CHECKING:
     from jinja2 import Template

@@ -1,17 +1,19 @@
-"""Settings of a training run: steps, batch, precision, evaluation, logs; and nested sections of other packages."""
+"""Settings of a training run: steps, batch, precision, evaluation, logs; nested sections of other packages; and the
+division of a batch.
+"""
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, Tag, field_validator
 
 from lmtrain.checkpoint.config import CheckpointerConfig, InitializationConfig
-from lmtrain.config.section import RunPath, Section, by_type
-from lmtrain.config.setting import changeable, execution, identity
-from lmtrain.config.suggest import nearest_divisors
-from lmtrain.data.batch_sizes import BatchSizes
+from lmtrain.config.section import RunPath, Section, by_type, changeable, execution, identity
+from lmtrain.data.config import BatchSizes
 from lmtrain.evaluation.config import EvaluationConfig
-from lmtrain.run.precision import Precision, parse_precision
-from lmtrain.runtime.config import DistributedConfig, RayConfig
+from lmtrain.run.execution import DistributedConfig, Precision, RayConfig, parse_precision
+from lmtrain.runtime.errors import UserError, counted, nearest_divisors
 from lmtrain.sharding.config import PartitioningConfig
 from lmtrain.tracking.config import TrackerConfig, WandbConfig
 
@@ -211,3 +213,47 @@ def num_microbatches(batch: int, per_device: int, shards: int = 1) -> int:
         over = "" if shards == 1 else f" over {shards} devices, {share} sequences on each"
         raise ValueError(f"{per_device} does not divide trainer.train_batch_size {batch}{over}; it could be {near}")
     return share // per_device
+
+
+@dataclass(frozen=True)
+class Batching:
+    """Training batch size -> number of microbatches, and the evaluation batch size; sizes are in sequences."""
+
+    num_microbatches: Mapping[int, int]
+    eval_batch: int
+
+
+def check_seq_len(seq_len: int, parts: int, halves: bool = False) -> None:
+    """Raise `UserError` if sequences cannot be split over `parts` devices, with `halves` in two parts each."""
+    if halves and seq_len % parts == 0 and seq_len % (2 * parts):
+        raise UserError(
+            f"model.seq_len: {seq_len:,} positions over {parts} devices, which do not divide the attention heads, are "
+            f"split into {2 * parts} parts: use a multiple of that, or another trainer.context_axis_size"
+        )
+    if seq_len % parts:
+        near = " or ".join(map(str, nearest_divisors(seq_len, parts)))
+        raise UserError(
+            f"model.seq_len: {counted(seq_len, 'position')} cannot be split evenly over {parts} devices "
+            f"(trainer.context_axis_size); it divides over {near} devices"
+        )
+
+
+def choose_batching(config: TrainerConfig, shards: int) -> Batching:
+    """Divide batches over `shards` parts of the mesh. Raises `UserError` with valid sizes."""
+    microbatches = {batch: _microbatches(config, batch, shards) for batch in config.batch_sizes.all}
+    largest = max(batch // shards // number for batch, number in microbatches.items())
+    per_device_eval = largest if config.per_device_eval_parallelism == -1 else config.per_device_eval_parallelism
+    return Batching(microbatches, per_device_eval * shards)
+
+
+def _microbatches(config: TrainerConfig, batch: int, shards: int) -> int:
+    if batch % shards:
+        below, above = batch // shards * shards, -(-batch // shards) * shards
+        raise UserError(
+            f"trainer.train_batch_size: {counted(batch, 'sequence')} cannot be split evenly over {shards} devices; "
+            f"it could be {f'{below} or ' if below else ''}{above}"
+        )
+    try:
+        return num_microbatches(batch, config.per_device_parallelism, shards)
+    except ValueError as error:
+        raise UserError(f"trainer.per_device_parallelism: {error}") from None

@@ -11,14 +11,14 @@ import traceback
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
-from lmtrain.config.errors import RunError, UserError
-from lmtrain.runtime.config import DistributedConfig
-from lmtrain.runtime.logging import log
+from lmtrain.runtime.errors import RunError, UserError
+from lmtrain.runtime.logging import Processes, log
 from lmtrain.runtime.lost_processes import LostProcesses, catch_failed_calls
-from lmtrain.runtime.processes import Processes
+from lmtrain.runtime.signals import StoppedError, StopRequest
 
 # Environment variables that launchers set for each process: number of processes, index. JAX detects the rest.
 JOB_STARTERS = {
@@ -36,7 +36,22 @@ _calls: Counter[str] = Counter()
 _lost: LostProcesses | None = None
 
 
-def start_processes(config: DistributedConfig) -> Processes:
+class Connection(Protocol):
+    """The settings `trainer.distributed`."""
+
+    @property
+    def coordinator_address(self) -> str | None: ...
+    @property
+    def num_processes(self) -> int | None: ...
+    @property
+    def process_id(self) -> int | None: ...
+    @property
+    def local_device_ids(self) -> int | list[int] | None: ...
+    @property
+    def heartbeat_timeout(self) -> timedelta: ...
+
+
+def start_processes(config: Connection) -> Processes:
     """Connect to the other processes of the run, if there are any. Call it before anything that uses devices.
 
     Raises `UserError` if the connection fails.
@@ -163,3 +178,27 @@ def gather(processes: Processes, name: str, value: Any) -> list[Any]:
     if processes.is_first and number:  # all processes are in this call, so all have read the previous values
         client.key_value_delete(f"lmtrain/{name}/{number - 1}/")
     return [json.loads(text) for text in values]
+
+
+# Several processes exchange stop requests at every N-th check.
+_INTERVAL = 16
+
+
+class StopCheck:
+    """A check for stop requests during long work between two steps: call it repeatedly, equally often in all processes.
+
+    Raises `StoppedError` in all processes at the same call if one received a signal. A single process checks at every
+    call, several at every sixteenth, through the coordinator.
+    """
+
+    def __init__(self, processes: Processes, stop: StopRequest):
+        self._processes = processes
+        self._stop = stop
+        self._calls = 0
+
+    def __call__(self) -> None:
+        self._calls += 1
+        if self._processes.count > 1 and self._calls % _INTERVAL:
+            return
+        if any(gather(self._processes, "stop", self._stop.requested)):
+            raise StoppedError

@@ -7,14 +7,33 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from io import TextIOWrapper
 from logging.handlers import WatchedFileHandler
 from typing import Any
 
-from lmtrain.config.errors import RunError, UserError
-from lmtrain.config.redact import redact
+from lmtrain.runtime.errors import RunError, UserError
 from lmtrain.runtime.output import take_problems
-from lmtrain.runtime.processes import ALONE, Processes
+from lmtrain.runtime.redact import redact
+
+
+@dataclass(frozen=True)
+class Processes:
+    """Index of this process among `count` processes. `coordinator`: host:port of process 0, if there are several."""
+
+    index: int = 0
+    count: int = 1
+    coordinator: str | None = None
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is process 0, which writes files that exist once per run."""
+        return self.index == 0
+
+
+# A run of one process.
+ALONE = Processes()
+
 
 log = logging.getLogger("lmtrain")
 

@@ -21,8 +21,7 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from lmtrain.runtime.logging import log
-from lmtrain.runtime.processes import ALONE, Processes
+from lmtrain.runtime.logging import ALONE, Processes, log
 
 _COUNTS = "lmtrain/alive/"
 _SILENT = "lmtrain/silent/"

@@ -1,10 +1,15 @@
-"""This machine: CPU cores, whether it has an accelerator, and how malloc returns memory. Does not import JAX."""
+"""This machine: CPU cores, accelerators, how malloc returns memory, installed packages, the parent process. Does not
+import JAX.
+"""
 
 import ctypes
 import glob
 import math
 import os
+import threading
+import time
 from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
 _QUOTA = "/sys/fs/cgroup/cpu.max"  # cgroups v2: `<quota> <period>` in microseconds, or `max <period>`
@@ -79,3 +84,22 @@ def _first_line(path: str) -> str:
             return file.readline().strip()
     except OSError:
         return ""
+
+
+def installed_version(package: str) -> str | None:
+    """The version of a Python package; None if it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def end_with_parent(parent: int) -> None:
+    """From now on, end this process at once when its parent is no longer the process `parent`."""
+    threading.Thread(target=_watch, args=(parent,), name="parent", daemon=True).start()
+
+
+def _watch(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)

@@ -1,21 +1,129 @@
-"""File operations for local paths and URLs (`gs://`, `s3://`, `https://`, `memory://`).
+"""File operations for local paths and URLs (`gs://`, `s3://`, `https://`, `memory://`): atomic writes, locks, paths of
+a run.
 
 Writes are atomic: local files are renamed into place, and object stores show an object only when its upload is
 complete.
 """
 
 import contextlib
+import errno
+import fcntl
+import hashlib
 import json
 import os
 import shutil
+import socket
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-from lmtrain.config.errors import UserError
-from lmtrain.config.json_text import parse_json
-from lmtrain.config.remote import open_fs, remote_errors
-from lmtrain.runtime.atomic_files import write_atomically
+from lmtrain.runtime.errors import UserError
 from lmtrain.runtime.logging import log
+from lmtrain.runtime.remote import open_fs, remote_errors
+from lmtrain.runtime.text import parse_json
+
+# The age of a temporary file that no process writes any more. Its name says less: a process of another host that shares
+# the folder, or of another container, may have the same id.
+UNUSED_SECONDS = 86400.0
+
+
+def write_atomically(path: str, content: bytes, durable: bool = True) -> None:
+    """Write a temporary file in the same folder, flush it to disk if `durable`, and rename it to `path`."""
+    temporary = f"{path}.tmp-{os.getpid()}"
+    try:
+        with open(temporary, "wb") as file:
+            file.write(content)
+            file.flush()
+            if durable:
+                os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.remove(temporary)
+        raise
+
+
+def file_sha256(path: str) -> str:
+    """The SHA-256 of a file, in hexadecimal."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def remove_temporaries(folder: str, of: str = "", age: float | None = None) -> None:
+    """Delete temporary files and folders of killed writers: all in the folder, or only those of the file called `of`.
+
+    `age`: only those that have not changed for this number of seconds, for a folder to which others may write now.
+    """
+    with contextlib.suppress(FileNotFoundError):  # the folder may have been deleted
+        for name in os.listdir(folder):
+            if name.startswith(of) and ".tmp-" in name[len(of) :]:
+                _remove(os.path.join(folder, name), age)
+
+
+def _remove(path: str, age: float | None) -> None:
+    if age is None:
+        os.remove(path)
+        return
+    with contextlib.suppress(OSError):  # another process was faster, or it is not ours to remove
+        if time.time() - os.lstat(path).st_mtime > age:
+            if os.path.isdir(path):
+                shutil.rmtree(path)
+            else:
+                os.remove(path)
+
+
+# Error codes of file systems without locks.
+_NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS}
+
+
+class FileLock:
+    """A lock on the file `path`. The file exists while the lock is held, and after its holder was killed."""
+
+    def __init__(self, path: str):
+        self.path = path
+        self._descriptor: int | None = None
+
+    def acquire(self) -> bool:
+        """Acquire the lock if it is free; returns whether it did. Always True if the file system has no locks."""
+        while True:
+            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(descriptor)
+                return False
+            except OSError as error:
+                if error.errno not in _NO_LOCKS:
+                    os.close(descriptor)
+                    raise
+            if self._is_current(descriptor):
+                self._descriptor = descriptor
+                os.ftruncate(descriptor, 0)
+                os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+                return True
+            os.close(descriptor)  # the previous holder deleted the file after it was opened here: open it again
+
+    def _is_current(self, descriptor: int) -> bool:
+        try:
+            return os.path.samestat(os.stat(self.path), os.fstat(descriptor))
+        except FileNotFoundError:
+            return False
+
+    def holder(self) -> str:
+        """The process that holds the lock, as text for a message."""
+        try:
+            with open(self.path, encoding="utf-8") as file:
+                return file.read().strip() or "another process"
+        except FileNotFoundError:
+            return "another process"
+
+    def release(self) -> None:
+        if self._descriptor is not None:
+            with contextlib.suppress(OSError):  # the folder may have been deleted or replaced by a file
+                os.unlink(self.path)
+            os.close(self._descriptor)
+            self._descriptor = None
+
 
 T = TypeVar("T")
 
@@ -205,3 +313,14 @@ def rename_folder(folder: str, new: str) -> None:
         for name in fs.find(inside):  # not fs.mv, which also tries to copy folders, which object stores do not have
             fs.cp_file(name, target + name[len(inside) :])
     delete_folder(folder)
+
+
+def fill_run_id(path: str, run: str) -> str:
+    """`path` with `~` and a literal ${run_id} replaced."""
+    return os.path.expanduser(path).replace("${run_id}", run)
+
+
+def run_path(base: str, run: str) -> str:
+    """`<base>/<run_id>`; a literal ${run_id} in `base` is replaced instead, and nothing is appended."""
+    filled = fill_run_id(base, run)
+    return filled if "${run_id}" in base else f"{filled.rstrip('/')}/{run}"

@@ -1,12 +1,16 @@
 """Settings of a ladder: a file of its own, which names the config of a run."""
 
+import json
+import shlex
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from lmtrain.config.errors import field_error
 from lmtrain.config.section import Section
+from lmtrain.config.yaml_loader import parse_value
+from lmtrain.runtime.errors import UserError, field_error
 
 Ratio = Annotated[float, Field(gt=0, le=1e5)]
 
@@ -114,3 +118,28 @@ OWN = frozenset(
         "epoch",
     )
 )
+
+
+def as_overrides(settings: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Pairs of dotted name and value in YAML."""
+    return [(name, _text(value)) for name, value in settings.items()]
+
+
+def as_arguments(config: str, settings: Mapping[str, Any]) -> list[str]:
+    """The arguments of a command: CONFIG and its overrides."""
+    return [config, *(f"--{name}={text}" for name, text in as_overrides(settings))]
+
+
+def as_command(arguments: Sequence[str]) -> str:
+    """A line for a shell."""
+    return shlex.join(["lmtrain", *arguments])
+
+
+def _text(value: Any) -> str:
+    """The value in YAML: a text that YAML reads as itself, else JSON, which is YAML."""
+    if not isinstance(value, str) or value.startswith("include "):
+        return json.dumps(value)
+    try:
+        return value if parse_value(value, "") == value else json.dumps(value)
+    except UserError:
+        return json.dumps(value)

@@ -5,11 +5,11 @@ from collections.abc import Iterator, Sequence
 from statistics import median
 from typing import Any
 
-from lmtrain.config.counts import counted
-from lmtrain.config.redact import redact
+from lmtrain.runtime.errors import counted
+from lmtrain.runtime.redact import redact
+from lmtrain.scaling.fit import Interval
 from lmtrain.scaling.fitted import INFORMATIVE, MIN_SIZES, FittedLadder
 from lmtrain.scaling.ladder import Ladder
-from lmtrain.scaling.law import Interval
 from lmtrain.scaling.predict import Best, Prediction, Speed
 from lmtrain.scaling.results import Result, Results, stages
 

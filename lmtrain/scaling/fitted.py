@@ -3,11 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lmtrain.config.counts import counted
-from lmtrain.config.errors import UserError
-from lmtrain.scaling.fit import NUM_UNKNOWN, Fit, fit_law
+from lmtrain.runtime.errors import UserError, counted
+from lmtrain.scaling.fit import NUM_UNKNOWN, Fit, Interval, fit_law
 from lmtrain.scaling.ladder import Ladder
-from lmtrain.scaling.law import Interval
 from lmtrain.scaling.results import Result, Results, check
 
 MIN_SIZES = 3

@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from lmtrain.config.errors import UserError
 from lmtrain.config.load import LoadedConfig, load_config
 from lmtrain.models.config import ModelConfig
 from lmtrain.run.config import RunConfig
-from lmtrain.scaling.arguments import as_overrides
-from lmtrain.scaling.config import LadderConfig
+from lmtrain.runtime.errors import UserError
+from lmtrain.scaling.config import LadderConfig, as_overrides
 from lmtrain.transfer.config import sizes_of
 
 

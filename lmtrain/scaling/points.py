@@ -10,12 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lmtrain.config.counts import counted
-from lmtrain.config.errors import UserError
-from lmtrain.config.redact import redact
-from lmtrain.config.suggest import suggest_name
-from lmtrain.optim.cycles import num_steps
-from lmtrain.scaling.arguments import as_arguments
+from lmtrain.optim.config import num_steps
+from lmtrain.runtime.errors import UserError, counted, suggest_name
+from lmtrain.runtime.redact import redact
+from lmtrain.scaling.config import as_arguments
 from lmtrain.scaling.ladder import Ladder, training_flops
 
 _MIN_STEPS = 10

@@ -9,14 +9,13 @@ from typing import Any, NamedTuple
 
 from lmtrain.checkpoint.discovery import step_folder
 from lmtrain.checkpoint.manifest import NAME as MANIFEST
-from lmtrain.config.errors import UserError
 from lmtrain.config.load import load_config
-from lmtrain.config.redact import redact
 from lmtrain.config.tree import dotted, value_at, walk_leaves
 from lmtrain.run.config import RunConfig
-from lmtrain.run.identity import identity
-from lmtrain.runtime.run_path import fill_run_id
-from lmtrain.runtime.storage import file_size, join
+from lmtrain.run.run import identity
+from lmtrain.runtime.errors import UserError
+from lmtrain.runtime.redact import redact
+from lmtrain.runtime.storage import file_size, fill_run_id, join
 from lmtrain.scaling.ladder import Ladder
 from lmtrain.scaling.points import Point, best_rates, points, trials
 from lmtrain.tracking.json_log import read_objects

@@ -1,4 +1,5 @@
-"""Runs the points of a ladder one after the other, each as `lmtrain train` in a process of its own.
+"""Runs the points of a ladder one after the other, each as `lmtrain train` in a process of its own; or writes their
+commands and Slurm jobs.
 
 A ladder keeps no state but the logs and checkpoints of its runs, so that it can be killed at any moment: started again,
 it resumes the run that was interrupted.
@@ -7,15 +8,16 @@ it resumes the run that was interrupted.
 import contextlib
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
-from lmtrain.config.counts import counted
-from lmtrain.config.errors import RunError, UserError
-from lmtrain.runtime.run_path import fill_run_id
+from lmtrain.runtime.errors import RunError, UserError, counted
 from lmtrain.runtime.signals import STOPPED_BY_SIGNAL, StopRequest
+from lmtrain.runtime.storage import fill_run_id, write_atomically
+from lmtrain.scaling.config import as_command
 from lmtrain.scaling.describe import rate_lines
 from lmtrain.scaling.ladder import Ladder
 from lmtrain.scaling.points import Point, arguments_of, trials
@@ -30,13 +32,54 @@ from lmtrain.scaling.results import (
     stages,
 )
 
+_MORE = "# Run `lmtrain scaling run` again when these are done: the other runs use the best of these learning rates."
+
+
+def shell_lines(stages: Sequence[Sequence[Sequence[str]]], more: bool) -> list[str]:
+    """The commands of all stages, each with a comment before it; `more` if others follow that are not known yet."""
+    lines = []
+    for number, stage in enumerate(stages):
+        lines.append(f"# {'These runs need no others.' if number == 0 else 'These need the runs above.'}")
+        lines += [as_command(arguments) for arguments in stage]
+    return lines + ([_MORE] if more else [])
+
+
+def write_arrays(folder: str, name: str, stages: Sequence[Sequence[Sequence[str]]], more: bool) -> str:
+    """Write a file of commands for each stage, and a script that submits them as arrays. -> its path
+
+    A stage starts when all runs of the stage before it have ended well. Raises `UserError` if writing fails.
+    """
+    lines = ["#!/usr/bin/env bash", f"# Submits the runs of {name}; arguments are options of sbatch."]
+    if more:
+        lines.append(_MORE)
+    lines += ["set -euo pipefail", 'after=""']
+    try:
+        os.makedirs(folder, exist_ok=True)
+        for old in os.listdir(folder):
+            if old.endswith(".commands"):
+                os.remove(os.path.join(folder, old))
+        for number, stage in enumerate(stages, 1):
+            path = os.path.join(folder, f"{number}.commands")
+            write_atomically(path, "".join(f"{shlex.join(arguments)}\n" for arguments in stage).encode())
+            lines.append(
+                f'after=$(sbatch --parsable "$@" ${{after:+"--dependency=afterok:${{after%%;*}}"}} '
+                f'--array=1-{len(stage)} "${{REPOSITORY:-.}}/deploy/slurm/array.sbatch" {shlex.quote(path)})'
+            )
+            lines.append(f'echo "array $after: {counted(len(stage), "run")}"')
+        script = os.path.join(folder, "submit.sh")
+        write_atomically(script, ("\n".join(lines) + "\n").encode())
+    except OSError as error:
+        raise UserError(f"--slurm {folder} cannot be written: {error.strerror or error}") from None
+    return script
+
+
 # `lmtrain train`, which ends at once if the ladder is killed: no run is left behind that holds its folder. Its
 # arguments come from a pipe, as other users see command lines, and these may have secrets.
 _TRAIN = """
 import json, sys
 from lmtrain.runtime.signals import end_at_once
 end_at_once()
-from lmtrain.runtime.lost_parent import end_with_parent
+from lmtrain.runtime.machine import end_with_parent
 end_with_parent(int(sys.argv.pop(1)))
 from lmtrain.cli import main
 sys.argv[1:] = json.load(sys.stdin)

@@ -6,10 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from lmtrain.config.errors import field_error
-from lmtrain.config.section import Section
-from lmtrain.config.setting import execution
-from lmtrain.config.suggest import suggest_name
+from lmtrain.config.section import Section, execution
+from lmtrain.runtime.errors import field_error, suggest_name
 from lmtrain.sharding.axes import ACTIVATION_AXES, ACTIVATION_OF, MESH_AXES, PARAMETER_AXES, USER_AXES, as_names
 
 # Logical axis -> one or several mesh axes; null: not split.

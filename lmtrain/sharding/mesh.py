@@ -1,4 +1,6 @@
-"""The device mesh (replica, data, expert, context, model) and the two mappings from logical axes to it."""
+"""The device mesh (replica, data, expert, context, model), the two mappings from logical axes to it, and functions
+on it.
+"""
 
 import math
 import os
@@ -13,9 +15,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from lmtrain.config.counts import counted
-from lmtrain.config.errors import UserError
-from lmtrain.config.suggest import nearest_divisors
+from lmtrain.runtime.errors import UserError, counted, nearest_divisors
 from lmtrain.sharding.axes import MESH_AXES, as_names
 from lmtrain.sharding.config import Mapping, PartitioningConfig
 
@@ -197,3 +197,19 @@ def _do_not_divide(devices: int, left: str = "") -> str:
 def _rules(mapping: Mapping, unused: set[str]) -> Rules:
     used = {axis: tuple(name for name in mesh_axes if name not in unused) for axis, mesh_axes in mapping.items()}
     return tuple((axis, mesh_axes[0] if len(mesh_axes) == 1 else mesh_axes or None) for axis, mesh_axes in used.items())
+
+
+@dataclass(frozen=True)
+class MeshFunction:
+    """A jitted function, called and lowered with the mesh and the compute mapping of `layout`."""
+
+    layout: Layout
+    jitted: Any
+
+    def __call__(self, *arguments: Any) -> Any:
+        with self.layout.active():
+            return self.jitted(*arguments)
+
+    def lower(self, *arguments: Any) -> Any:
+        with self.layout.active():
+            return self.jitted.lower(*arguments)

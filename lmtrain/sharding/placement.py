@@ -11,8 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from lmtrain.config.errors import UserError
-from lmtrain.config.suggest import nearest_divisors
+from lmtrain.runtime.errors import UserError, nearest_divisors
 from lmtrain.sharding.axes import ACTIVATION_AXES, as_names, check_axes
 from lmtrain.sharding.local import num_parts, split_over
 from lmtrain.sharding.mesh import Layout

@@ -4,8 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Tag
 
-from lmtrain.config.section import FreeText, RunPath, Section, by_type
-from lmtrain.config.setting import changeable
+from lmtrain.config.section import FreeText, RunPath, Section, by_type, changeable
 
 
 class WandbConfig(Section):

@@ -8,7 +8,7 @@ does the same inside a module. Names are the full metric names, such as `train/e
         jit_log({"train/router_entropy": entropy(scores_BE)})
 
 Outside a training step, in evaluation and sampling, nothing is collected and nothing is computed. A custom `nn.scan`
-needs the collections `SOWN` of `lmtrain.models.layers.pattern` in its `variable_axes`, as in
+needs the collections `SOWN` of `lmtrain.models.layers.stack` in its `variable_axes`, as in
 `lmtrain.models.layers.stack`: Flax drops values without them.
 """
 

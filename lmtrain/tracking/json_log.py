@@ -11,9 +11,9 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import IO, Any
 
-from lmtrain.config.counts import counted
-from lmtrain.runtime.atomic_files import remove_temporaries, write_atomically
+from lmtrain.runtime.errors import counted
 from lmtrain.runtime.logging import log
+from lmtrain.runtime.storage import remove_temporaries, write_atomically
 
 
 class JsonLog:

@@ -1,16 +1,21 @@
-"""The trackers of a config, opened for a run."""
+"""The trackers of a config, opened for a run; those of TensorBoard and Trackio."""
 
+import contextlib
+import importlib.util
+import io
+import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from lmtrain.config.errors import UserError
-from lmtrain.runtime.run_path import run_path
-from lmtrain.tracking.background import BackgroundTracker
+import yaml
+
+from lmtrain.runtime.errors import UserError
+from lmtrain.runtime.storage import run_path
 from lmtrain.tracking.config import CustomConfig, TensorboardConfig, TrackerConfig, TrackioConfig, WandbConfig
 from lmtrain.tracking.json_log import JsonLog
-from lmtrain.tracking.tracker import Tracker
+from lmtrain.tracking.tracker import BackgroundTracker, Tracker
 
 
 class Trackers:
@@ -99,8 +104,6 @@ def _opener(config: TrackerConfig, log_dir: str, run: str, step: int) -> Callabl
     """A function that opens a tracker; only the modules of configured trackers are imported. Raises `UserError`."""
     match config:
         case TensorboardConfig():
-            from lmtrain.tracking.tensorboard import TensorboardTracker
-
             return partial(TensorboardTracker, run_path(config.logdir, run), step)
         case WandbConfig():
             from lmtrain.tracking.provenance import xla_dump_folder
@@ -112,14 +115,103 @@ def _opener(config: TrackerConfig, log_dir: str, run: str, step: int) -> Callabl
                 check_settings(config.settings)
             return partial(WandbTracker, config, run, log_dir)
         case TrackioConfig():
-            from lmtrain.tracking.trackio import TrackioTracker, check_installed
-
             check_installed()
             return partial(TrackioTracker, config, run)
         case CustomConfig():
-            from lmtrain.tracking.custom import check_arguments, import_custom
+            from lmtrain.tracking.tracker import check_arguments, import_custom
 
             custom = import_custom(config.type)
             check_arguments(config.type, custom, config.arguments)
             return partial(custom, run=run, folder=f"{log_dir}/{run}", step=step, **config.arguments)
     return None  # the JSON log is always on, and noop adds nothing
+
+
+# Maximum seconds of metrics that a killed run loses, also of those before its last checkpoint.
+_FLUSH_SECONDS = 10
+
+
+class TensorboardTracker:
+    """Writes to `logdir`. After a restart at `step`, TensorBoard drops what was logged for later steps."""
+
+    def __init__(self, logdir: str, step: int):
+        from tensorboardX import SummaryWriter  # slow to import; only the tracker's thread waits for it
+
+        # event files are named by second and host: two starts within one second would share a file
+        suffix = f".{os.getpid()}"
+        purge_step = step + 1 if step else None
+        self._writer = SummaryWriter(logdir, purge_step=purge_step, filename_suffix=suffix, flush_secs=_FLUSH_SECONDS)
+
+    def hyperparameters(self, config: Mapping[str, Any]) -> None:
+        self._writer.add_text("config", f"```yaml\n{yaml.safe_dump(dict(config), sort_keys=False)}```")
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+
+    def summary(self, values: Mapping[str, Any]) -> None:
+        for name, value in values.items():
+            self._writer.add_text(name, str(value))
+
+    def artifact(self, path: str, name: str, kind: str) -> None:
+        self._writer.add_text(f"{kind}/{name}", path)  # event files cannot store files, so the path is logged
+
+    def text(self, texts: Mapping[str, str], step: int) -> None:
+        for prompt, text in texts.items():
+            indented = f"{prompt}{text}".replace("\n", "\n    ")
+            self._writer.add_text(f"samples/{prompt}", f"    {indented}", step)  # Markdown: as it is, not formatted
+
+    def finish(self) -> None:
+        self._writer.close()
+
+
+def check_installed() -> None:
+    """Raise `UserError` if Trackio is not installed, before training starts."""
+    if importlib.util.find_spec("trackio") is None:
+        raise UserError("trainer.tracker: type trackio requires Trackio; run `pip install 'lmtrain[trackio]'`")
+
+
+class TrackioTracker:
+    """Resumes the run of the same name after a restart, without repeating metrics that it already has."""
+
+    def __init__(self, config: TrackioConfig, run: str):
+        import trackio  # slow to import; only the tracker's thread waits for it
+        from trackio.sqlite_storage import SQLiteStorage
+
+        settings = config.model_dump(exclude={"type", "name"})
+        with contextlib.redirect_stdout(io.StringIO()):  # suppress Trackio's hints
+            self._run = trackio.init(
+                name=config.name or run, embed=False, auto_log_gpu=False, auto_log_cpu=False, **settings
+            )
+        # A run that was killed after its last checkpoint repeats steps, with the same values. The last step may be
+        # stored in part, such as the loss without the evaluation. For a Space this is unknown; it counts as complete.
+        self._last = int(getattr(self._run, "_next_step", 0)) - 1
+        self._last_has: set[str] | None = None
+        if getattr(self._run, "_is_local", False):
+            self._last_has = set(SQLiteStorage.get_snapshot(config.project, step=self._last, run_id=self._run.id))
+
+    def hyperparameters(self, config: Mapping[str, Any]) -> None:
+        self._run.config.update(dict(config))
+
+    def log(self, metrics: Mapping[str, Any], step: int) -> None:
+        """Log what the run does not have yet."""
+        if step <= self._last:
+            has = self._last_has if step == self._last else None
+            metrics = {} if has is None else {name: value for name, value in metrics.items() if name not in has}
+        if metrics:
+            self._run.log(dict(metrics), step=step)
+
+    def summary(self, values: Mapping[str, Any]) -> None:
+        self._run.config.update(dict(values))
+
+    def artifact(self, path: str, name: str, kind: str) -> None:
+        """Ignored: artifacts stay in the run's log folder, since local Trackio runs cannot store files."""
+
+    def text(self, texts: Mapping[str, str], step: int) -> None:
+        import trackio
+
+        rows = [list(pair) for pair in texts.items()]
+        self.log({"samples": trackio.Table(columns=["prompt", "text"], data=rows)}, step)
+
+    def finish(self) -> None:
+        with contextlib.redirect_stdout(io.StringIO()):
+            self._run.finish()

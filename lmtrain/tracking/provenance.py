@@ -11,9 +11,9 @@ import sys
 import threading
 from collections.abc import Sequence
 
-from lmtrain.config.errors import UserError
-from lmtrain.config.redact import MASK, redact, without
+from lmtrain.runtime.errors import UserError
 from lmtrain.runtime.logging import log
+from lmtrain.runtime.redact import MASK, redact, without
 from lmtrain.tracking.config import TrackerConfig, WandbConfig
 from lmtrain.tracking.tracker import Tracker
 

@@ -12,10 +12,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from lmtrain.config.errors import UserError
-from lmtrain.config.redact import redact
-from lmtrain.config.suggest import suggest_name
+from lmtrain.runtime.errors import UserError, suggest_name
 from lmtrain.runtime.logging import log
+from lmtrain.runtime.redact import redact
 from lmtrain.runtime.storage import list_files
 from lmtrain.tracking.config import WandbConfig
 from lmtrain.tracking.provenance import remote_with_credentials

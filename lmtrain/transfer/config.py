@@ -5,11 +5,9 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError, field_validator
 
-from lmtrain.config.errors import field_error
-from lmtrain.config.section import Section
-from lmtrain.config.setting import identity
-from lmtrain.config.suggest import suggest_name
+from lmtrain.config.section import Section, identity
 from lmtrain.models.base_config import BaseModelConfig
+from lmtrain.runtime.errors import field_error, suggest_name
 
 _REQUIRED = ("hidden_dim", "num_layers", "num_heads")
 _OTHERS = ("intermediate_dim", "num_kv_heads", "head_dim", "moe")

@@ -38,13 +38,13 @@ from typing import Any
 
 import numpy as np
 
-from lmtrain.config.errors import UserError
 from lmtrain.models.config import ModelConfig
 from lmtrain.models.moe.load import BIAS
 from lmtrain.models.params import abstract_params, flatten, parameter_axes, shapes_by_path, unflatten
 from lmtrain.models.registry import build_model
 from lmtrain.optim.config import MuonConfig, OptimizerConfig
 from lmtrain.optim.muon import matrix_dims
+from lmtrain.runtime.errors import UserError
 from lmtrain.transfer.config import TransferConfig, base_of
 
 Number = float | np.ndarray

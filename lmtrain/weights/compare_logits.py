@@ -7,12 +7,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from lmtrain.config.errors import UserError
 from lmtrain.hf.safetensors_file import read_header
 from lmtrain.models.interface import LanguageModel
 from lmtrain.models.params import without_kernels
-from lmtrain.sharding.mesh import Layout
-from lmtrain.sharding.mesh_function import MeshFunction
+from lmtrain.runtime.errors import UserError
+from lmtrain.sharding.mesh import Layout, MeshFunction
 
 # Number of sequences and positions to compare: enough to use every part of the model, and fast.
 _SEQUENCES, _POSITIONS = 2, 64

@@ -13,11 +13,10 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from lmtrain import __version__
-from lmtrain.config.errors import UserError
-from lmtrain.config.remote import open_fs, remote_errors
 from lmtrain.hf.tokenizer import TOKENIZER_FILES
 from lmtrain.hf.weight_files import read_model_json
-from lmtrain.runtime.run_path import run_path
+from lmtrain.runtime.errors import UserError
+from lmtrain.runtime.remote import open_fs, remote_errors
 from lmtrain.runtime.storage import (
     delete_file,
     delete_folder,
@@ -26,6 +25,7 @@ from lmtrain.runtime.storage import (
     join,
     list_names,
     read_json,
+    run_path,
     write_json,
 )
 

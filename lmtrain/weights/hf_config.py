@@ -7,22 +7,21 @@ from typing import Any
 
 from lmtrain.checkpoint.discovery import find_checkpoints, list_checkpoints
 from lmtrain.checkpoint.manifest import DamagedError
-from lmtrain.config.errors import UserError
-from lmtrain.config.redact import find_masked, redact
-from lmtrain.config.setting import Role, settings_of
+from lmtrain.config.section import Role, settings_of
 from lmtrain.data.config import DataConfig
 from lmtrain.hf.find_tokenizer import PASSTHROUGH, open_tokenizer
 from lmtrain.hf.tokenizer import Tokenizer, load_tokenizer
 from lmtrain.hf.weight_files import locate, read_model_config
-from lmtrain.models.base_config import MAX_LAYERS
+from lmtrain.models.base_config import MAX_LAYERS, RopeConfig
 from lmtrain.models.registry import family_of, hf_family
-from lmtrain.models.rope_config import RopeConfig
 from lmtrain.objectives.config import DistillConfig
 from lmtrain.run.config import RunConfig
 from lmtrain.run.run import ResolvedSettings, Run, resolve, validate
+from lmtrain.runtime.errors import UserError
 from lmtrain.runtime.logging import log
+from lmtrain.runtime.redact import find_masked, redact
 from lmtrain.runtime.storage import is_url
-from lmtrain.weights.lora_base import base_dtype
+from lmtrain.weights.load_checkpoint import base_dtype
 
 # Maximum share of ids that may belong to other tokens.
 _MAX_DIFFERENT = 0.01

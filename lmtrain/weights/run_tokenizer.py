@@ -4,13 +4,13 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from lmtrain.config.errors import UserError
 from lmtrain.data.formats import ChatFormat, PreferenceFormat
 from lmtrain.hf.chat_template import ChatTemplate, find_template, read_templates
 from lmtrain.hf.find_tokenizer import PASSTHROUGH, open_tokenizer
 from lmtrain.hf.tokenizer import Tokenizer
 from lmtrain.hf.weight_files import read_model_json
 from lmtrain.run.run import Run
+from lmtrain.runtime.errors import UserError
 from lmtrain.runtime.logging import log
 from lmtrain.weights.export_folder import MODEL_CONFIG, marks_of
 from lmtrain.weights.hf_config import hf_ref

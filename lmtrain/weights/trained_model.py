@@ -1,35 +1,92 @@
-"""A trained model, from a checkpoint or from Hugging Face, for the commands eval, export-hf and generate."""
+"""A trained model, from a checkpoint, the average of several or Hugging Face, for the commands eval, export-hf and
+generate.
+"""
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lmtrain.checkpoint.discovery import Checkpoint, list_checkpoints
+from lmtrain.checkpoint.config import Kind
+from lmtrain.checkpoint.discovery import Checkpoint, find_checkpoints, list_checkpoints
 from lmtrain.checkpoint.manifest import DamagedError
 from lmtrain.checkpoint.verify import choose_checkpoint
-from lmtrain.config.differences import require_equal
-from lmtrain.config.errors import UserError
-from lmtrain.config.setting import Role, settings_of
+from lmtrain.config.section import Role, settings_of
+from lmtrain.config.tree import require_equal
 from lmtrain.hf.chat_template import ChatTemplate
 from lmtrain.hf.find_tokenizer import open_tokenizer
 from lmtrain.hf.tokenizer import Tokenizer
 from lmtrain.run.config import RunConfig
-from lmtrain.run.identity import identity
-from lmtrain.run.run import Run
+from lmtrain.run.run import Run, identity
+from lmtrain.runtime.errors import UserError
 from lmtrain.runtime.logging import log
 from lmtrain.runtime.storage import join, list_names
-from lmtrain.weights.average import mean_params, named_checkpoints
 from lmtrain.weights.export_folder import BaseIdentity, ModelOrigin
 from lmtrain.weights.hf_config import config_of, hf_ref, resolve_hf
-from lmtrain.weights.lora_base import BASE, load_base
+from lmtrain.weights.load_checkpoint import BASE_ITEM, load_base
 from lmtrain.weights.run_tokenizer import generation_of, template_of, tokenizer_of
 
 if TYPE_CHECKING:
     from lmtrain.models.interface import LanguageModel
     from lmtrain.sharding.mesh import Layout
+
+
+# Averages of checkpoints: which ones `--average` names, and the mean of their parameters.
+#
+# The mean over the end of a run often has a lower loss than its last step (Izmailov et al. 2018, stochastic weight
+# averaging; Li et al. 2022, latest weight averaging).
+
+# Parts of a checkpoint that are read.
+_PARTS = ("params", "average")
+
+
+def named_checkpoints(average: str, folder: str, verification: str) -> list[Checkpoint]:
+    """The checkpoints that `average` names, verified: a number N is the last N permanent ones in `folder`, a list has
+    steps there or paths. The last one is that of most steps.
+
+    Raises `UserError` if one is missing or corrupt.
+    """
+    names = [name.strip() for name in average.split(",")]
+    if len(names) == 1:
+        paths = [checkpoint.path for checkpoint in _last(average, folder)]
+    else:
+        paths = [join(folder, f"step-{name}") if name.isdigit() else name for name in names]
+    checkpoints = [choose_checkpoint(path, verification, parts=_PARTS) for path in paths]
+    if len({checkpoint.path for checkpoint in checkpoints}) < len(checkpoints):
+        raise UserError(f"--average {average}: names a checkpoint twice")
+    return sorted(checkpoints, key=lambda checkpoint: checkpoint.step)
+
+
+def _last(number: str, folder: str) -> list[Checkpoint]:
+    if not re.fullmatch(r"[1-9]\d*", number) or int(number) < 2:
+        raise UserError(f"--average {number}: expected a number of at least 2, or a list of steps or paths: A,B,C")
+    found = [c for c in find_checkpoints(folder) if c.read_manifest().kind is Kind.PERMANENT]
+    if len(found) < int(number):
+        steps = ", ".join(str(checkpoint.step) for checkpoint in found) or "none"
+        raise UserError(
+            f"--average {number}: {folder} has {len(found)} permanent checkpoints (steps: {steps}); a run keeps those "
+            "of trainer.checkpointer.keep"
+        )
+    return found[-int(number) :]
+
+
+def mean_params(checkpoints: Sequence[Checkpoint], load: Callable[[Checkpoint], Any]) -> Any:
+    """The mean of the parameters that `load` gives for each checkpoint, in their dtype, summed in float32."""
+    import jax
+    import jax.numpy as jnp
+
+    first, *others = checkpoints
+    params = load(first)
+    if not others:
+        return params
+    dtypes = jax.tree.map(lambda value: value.dtype, params)
+    add = jax.jit(lambda total, params: jax.tree.map(jnp.add, total, params), donate_argnums=0)
+    total = jax.tree.map(lambda value: value.astype(jnp.float32), params)
+    for checkpoint in others:
+        total = add(total, load(checkpoint))
+    return jax.tree.map(lambda value, dtype: (value / len(checkpoints)).astype(dtype), total, dtypes)
 
 
 class LoadedModel(NamedTuple):
@@ -61,7 +118,7 @@ class TrainedModel:
     def load(self) -> LoadedModel:
         """The model with its parameters, on the devices of this machine."""
         from lmtrain.lora.model import adapt
-        from lmtrain.models.attention.choose import choose_attention, log_attention
+        from lmtrain.models.attention.kernel import choose_attention, log_attention
         from lmtrain.models.registry import build_model
         from lmtrain.sharding.mesh import build_layout, platform_of
 
@@ -103,12 +160,12 @@ def from_checkpoint(run: Run, path: str | None, average: str | None = None) -> T
         params = mean_params(checkpoints, lambda each: restore_params(each, model, layout, staging_dir))
         if not isinstance(model, lora.AdaptedModel):
             return params
-        frozen = load_base(config, model, layout, hf_ref(config), tokenizer.identity, run_info[BASE])
+        frozen = load_base(config, model, layout, hf_ref(config), tokenizer.identity, run_info[BASE_ITEM])
         return {lora.BASE: frozen.params, lora.ADAPTERS: params}
 
     trained_on = None
     if config.lora is not None and config.base_dtype is not None:
-        trained_on = BaseIdentity(run_info[BASE]["fingerprint"], config.base_dtype)
+        trained_on = BaseIdentity(run_info[BASE_ITEM]["fingerprint"], config.base_dtype)
     origin = ModelOrigin(run_info["run_id"], saved["data_tokens"], trained_on)
     template = template_of(run, tokenizer)
     source = checkpoint.path if average is None else f"average of {', '.join(each.path for each in checkpoints)}"

@@ -3,30 +3,46 @@
 Files are written under a temporary name, read back and compared, and then renamed.
 """
 
+import functools
 import hashlib
 import json
+import math
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import jax
 import ml_dtypes
 import numpy as np
+from jax.sharding import NamedSharding
 
-from lmtrain.config.errors import UserError
-from lmtrain.config.remote import open_fs, remote_errors
-from lmtrain.hf.chat_template import end_of_turn, tokenizer_contents
+from lmtrain.hf.chat_template import ChatTemplate, end_of_turn, tokenizer_contents
 from lmtrain.hf.find_tokenizer import open_in_transformers
+from lmtrain.hf.key_map import Piece, take
 from lmtrain.hf.safetensors_file import header_of, read_header, read_tensor, write_tensor
 from lmtrain.hf.special_tokens import PLAIN_CLASSES, SETTINGS_FILE
-from lmtrain.hf.tokenizer import to_json
+from lmtrain.hf.tokenizer import Tokenizer, to_json
+from lmtrain.lora.model import ADAPTERS, BASE, AdaptedModel, adapted_layers, merge_layer, trained_in_full
+from lmtrain.lora.peft import to_adapter_config
+from lmtrain.lora.sites import A, B, list_sites
+from lmtrain.models.config import ModelConfig
+from lmtrain.models.interface import LanguageModel
+from lmtrain.models.params import abstract_params, flatten, shapes_by_path
+from lmtrain.models.registry import hf_family
+from lmtrain.run.config import RunConfig
+from lmtrain.runtime.errors import UserError
 from lmtrain.runtime.logging import log
+from lmtrain.runtime.remote import open_fs, remote_errors
 from lmtrain.runtime.storage import delete_folder, is_url, join, read_reliably, write_bytes, write_json
+from lmtrain.sharding.mesh import Layout
 from lmtrain.weights.export_folder import (
     ADAPTER_CONFIG,
     ADAPTER_MARKS,
     MODEL_CONFIG,
+    ModelOrigin,
     check_output,
     is_written,
     marks_of,
@@ -34,9 +50,7 @@ from lmtrain.weights.export_folder import (
     remove_interrupted,
     temporary_folder,
 )
-
-if TYPE_CHECKING:
-    from lmtrain.weights.export import Export
+from lmtrain.weights.load_hf import build_adapter_pieces, build_hf_pieces, trained_tables
 
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 
@@ -226,3 +240,100 @@ def _verify(path: str, digests: Mapping[str, bytes]) -> None:
 
 def _digest(tensor: np.ndarray) -> bytes:
     return hashlib.blake2b(tensor.reshape(-1).view(np.uint8).data, digest_size=16).digest()
+
+
+@dataclass(frozen=True)
+class Export:
+    """Contents of an export, except for the values of the tensors.
+
+    `origin` is the model's run, if any. `seq_len` is the maximum length in tokens, written as `model_max_length` of
+    the tokenizer unless its settings have one; `max_length` that of generation, for models that have no position after
+    it. `generation` are further settings of generation. `is_adapter`: adapters in PEFT's format, whose `config` is an
+    `adapter_config.json`. `chat_template` is that of the training data; None: the tokenizer's own.
+    """
+
+    pieces: Sequence[Piece]
+    config: Mapping[str, Any]
+    extra_files: Mapping[str, bytes]
+    tokenizer: Tokenizer
+    dtype: str
+    origin: ModelOrigin | None = None
+    seq_len: int | None = None
+    max_length: int | None = None
+    is_adapter: bool = False
+    chat_template: ChatTemplate | None = None
+    generation: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(math.prod(piece.shape) for piece in self.pieces)
+
+
+def build_export(
+    config: ModelConfig, model: LanguageModel, tokenizer: Tokenizer, dtype: str, origin: ModelOrigin | None = None
+) -> Export:
+    """The export of a model. Raises `UserError` naming a setting that the target format cannot represent."""
+    family = hf_family(config.type)
+    hf_config = family.to_hf_config(config, model.vocab_size, tokenizer.eos_id, tokenizer.bos_id)
+    extra = family.extra_files() if hasattr(family, "extra_files") else {}
+    max_length = config.seq_len if family.HAS_LEARNED_POSITIONS else None
+    pieces = build_hf_pieces(config, model)
+    return Export(pieces, hf_config, extra, tokenizer, dtype, origin, config.seq_len, max_length)
+
+
+def build_adapter_export(
+    config: RunConfig,
+    model: AdaptedModel,
+    tokenizer: Tokenizer,
+    dtype: str,
+    origin: ModelOrigin | None,
+    base_model: str | None,
+) -> Export:
+    """The export of adapters. `base_model` is the Hugging Face model that they belong to, if it is one."""
+    assert config.lora is not None
+    sites = list_sites(hf_family(config.model.type).table(config.model), shapes_by_path(abstract_params(model.inner)))
+    tables = trained_tables(config.model, model)
+    values = to_adapter_config(config.lora, model.sites, sites, tables, base_model)
+    pieces = build_adapter_pieces(config.model, model)
+    return Export(pieces, values, {}, tokenizer, dtype, origin, config.model.seq_len, is_adapter=True)
+
+
+def gather_tensors(params: Any, pieces: Sequence[Piece], layout: Layout, vocab_size: int) -> Iterator[np.ndarray]:
+    """The values of the pieces, one after the other; all processes of a run have to iterate over all of them."""
+    read = _reader(params, layout)
+    return (take(piece, read, vocab_size) for piece in pieces)
+
+
+def gather_merged(params: Any, model: AdaptedModel, pieces: Sequence[Piece], layout: Layout) -> Iterator[np.ndarray]:
+    """The tensors of the base with the adapters merged in float32; all processes have to iterate over all of them."""
+    adapted = {f"{path}/kernel": path for path in adapted_layers(flatten(params[ADAPTERS]))}
+    full = set(trained_in_full(flatten(params[ADAPTERS])))
+    of_base, of_adapters = _reader(params[BASE], layout), _reader(params[ADAPTERS], layout)
+
+    def read(path: str, index: tuple[int, ...]) -> np.ndarray:
+        values = (of_adapters if path in full else of_base)(path, index)
+        if path not in adapted:
+            return values
+        a, b = (of_adapters(f"{adapted[path]}/{name}", index) for name in (A, B))
+        return merge_layer(values, a, b, model.scale)
+
+    return (take(piece, read, model.vocab_size) for piece in pieces)
+
+
+def _reader(params: Any, layout: Layout) -> Callable[[str, tuple[int, ...]], np.ndarray]:
+    """(path, index) -> the parameter on the host, or the part at this index of its first dimensions."""
+    flat = flatten(params)
+    part = _gatherer(layout.replicated)
+    return lambda path, index: np.asarray(part(flat[path], index))
+
+
+@functools.cache
+def _gatherer(replicated: NamedSharding) -> Any:
+    """Gather the part of an array at an index of its first dimensions on every device; compiled once per shape."""
+
+    def part(array: jax.Array, index: tuple[jax.Array, ...]) -> jax.Array:
+        for number in index:
+            array = jax.lax.dynamic_index_in_dim(array, number, keepdims=False)
+        return array
+
+    return jax.jit(part, out_shardings=replicated)

@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from lmtrain.checkpoint.config import Kind
 from lmtrain.checkpoint.discovery import Checkpoint, step_folder
 from lmtrain.checkpoint.manifest import Manifest, record_files, write_manifest
-from lmtrain.checkpoint.policies import Kind
 from lmtrain.runtime.storage import delete_folder, join, write_bytes
 
 

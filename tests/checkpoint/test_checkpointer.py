@@ -13,12 +13,11 @@ import pytest
 
 from lmtrain.checkpoint.arrays import load_arrays
 from lmtrain.checkpoint.checkpointer import Checkpointer, SaveError
-from lmtrain.checkpoint.claim import TakenOverError
-from lmtrain.checkpoint.config import CheckpointerConfig
+from lmtrain.checkpoint.config import CheckpointerConfig, Kind
 from lmtrain.checkpoint.discovery import list_checkpoints
 from lmtrain.checkpoint.manifest import check_sizes, wrong_bytes
-from lmtrain.checkpoint.policies import Kind
-from lmtrain.config.errors import UserError
+from lmtrain.checkpoint.run_folder import TakenOverError
+from lmtrain.runtime.errors import UserError
 from lmtrain.runtime.storage import list_files, write_json
 
 BIG = {"params": {"w": jnp.arange(300_000.0)}}  # more than fits on the full disk below

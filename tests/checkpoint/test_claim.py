@@ -8,13 +8,13 @@ import sys
 
 import pytest
 
-from lmtrain.checkpoint.claim import Claim, TakenOverError
-from lmtrain.config.errors import UserError
+from lmtrain.checkpoint.run_folder import Claim, TakenOverError
+from lmtrain.runtime.errors import UserError
 from lmtrain.runtime.storage import delete_folder, join, list_names, read_json, write_bytes
 
 HOLD = """
 import sys
-from lmtrain.checkpoint.claim import Claim
+from lmtrain.checkpoint.run_folder import Claim
 
 claim = Claim(sys.argv[1])
 print("claimed", flush=True)

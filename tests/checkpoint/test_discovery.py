@@ -13,7 +13,7 @@ from lmtrain.checkpoint.discovery import (
     list_without_manifest,
 )
 from lmtrain.checkpoint.manifest import NAME
-from lmtrain.config.errors import UserError
+from lmtrain.runtime.errors import UserError
 from lmtrain.runtime.storage import join
 
 

@@ -13,8 +13,7 @@ import pytest
 
 from lmtrain.checkpoint.arrays import load_arrays
 from lmtrain.checkpoint.checkpointer import Checkpointer
-from lmtrain.checkpoint.config import CheckpointerConfig
-from lmtrain.checkpoint.policies import Kind
+from lmtrain.checkpoint.config import CheckpointerConfig, Kind
 
 # For each folder on stdin, saves step 2 in a forked process, which is killed before its N-th change of the folder:
 # Python reports each change to the audit hook. Prints the exit code of each process.
@@ -23,7 +22,7 @@ import os, signal, sys, threading
 import jax.numpy as jnp  # before the fork, which would take seconds otherwise; it initializes no device
 from lmtrain.checkpoint.checkpointer import Checkpointer
 from lmtrain.checkpoint.config import CheckpointerConfig
-from lmtrain.checkpoint.policies import Kind
+from lmtrain.checkpoint.config import Kind
 
 CHANGES = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "os.ftruncate", "shutil.rmtree"}
 

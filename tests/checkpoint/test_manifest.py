@@ -5,6 +5,7 @@ import os
 import pytest
 
 from lmtrain.checkpoint import manifest as module
+from lmtrain.checkpoint.config import Kind
 from lmtrain.checkpoint.manifest import (
     NAME,
     DamagedError,
@@ -16,8 +17,7 @@ from lmtrain.checkpoint.manifest import (
     write_manifest,
     wrong_bytes,
 )
-from lmtrain.checkpoint.policies import Kind
-from lmtrain.config.errors import UserError
+from lmtrain.runtime.errors import UserError
 from lmtrain.runtime.storage import delete_file, join, read_bytes, write_bytes
 
 BLOCK = 8

@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmtrain.checkpoint.config import CheckpointerConfig, KeepInterval
-from lmtrain.checkpoint.policies import Kind, decide, next_permanent_step
+from lmtrain.checkpoint.config import CheckpointerConfig, KeepInterval, Kind, decide, next_permanent_step
 
 KEEP = [KeepInterval(every=10, until=50), KeepInterval(every=100, until=300), KeepInterval(every=1000)]
 

@@ -6,13 +6,12 @@ from contextlib import contextmanager
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from lmtrain.checkpoint.claim import TakenOverError
+from lmtrain.checkpoint.config import Kind
 from lmtrain.checkpoint.discovery import list_checkpoints
 from lmtrain.checkpoint.manifest import NAME, Manifest, read_manifest, record_files
-from lmtrain.checkpoint.policies import Kind
-from lmtrain.checkpoint.run_folder import RunFolder
-from lmtrain.config.errors import UserError
+from lmtrain.checkpoint.run_folder import RunFolder, TakenOverError
 from lmtrain.runtime import storage
+from lmtrain.runtime.errors import UserError
 from lmtrain.runtime.storage import delete_file, join, list_files, list_names, read_bytes, write_json
 
 CLAIMED = {"attempt.json", "lock"}

@@ -8,7 +8,7 @@ import pytest
 
 from lmtrain.checkpoint.manifest import DamagedError
 from lmtrain.checkpoint.staging import local_copy
-from lmtrain.config.errors import UserError
+from lmtrain.runtime.errors import UserError
 from lmtrain.runtime.storage import delete_file, join
 
 

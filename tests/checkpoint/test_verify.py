@@ -10,13 +10,12 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from lmtrain.checkpoint.checkpointer import Checkpointer
-from lmtrain.checkpoint.config import CheckpointerConfig
+from lmtrain.checkpoint.config import CheckpointerConfig, Kind
 from lmtrain.checkpoint.discovery import list_checkpoints, list_set_aside
 from lmtrain.checkpoint.manifest import NAME, DamagedError
-from lmtrain.checkpoint.policies import Kind
 from lmtrain.checkpoint.verify import choose_checkpoint, newest_intact, verify
-from lmtrain.config.errors import UserError
-from lmtrain.runtime.processes import ALONE
+from lmtrain.runtime.errors import UserError
+from lmtrain.runtime.logging import ALONE
 from lmtrain.runtime.storage import join, list_files, rename_folder
 
 

@@ -2,9 +2,8 @@
 
 import pytest
 
-from lmtrain.commands.arguments import Parser, parse_run
-from lmtrain.commands.model_flags import add_model_flags
-from lmtrain.config.errors import UserError
+from lmtrain.commands.arguments import Parser, add_model_flags, parse_run
+from lmtrain.runtime.errors import UserError
 
 USAGE = "usage: lmtrain verb [-h] [--count COUNT] [--config_path CONFIG] [CONFIG] [--section.field VALUE ...]"
 

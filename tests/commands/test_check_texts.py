@@ -9,11 +9,11 @@ import pytest
 import yaml
 
 from lmtrain.commands import preprocess
-from lmtrain.config.errors import UserError
 from lmtrain.data.caches import open_store
 from lmtrain.data.config import DataConfig
 from lmtrain.hf.find_tokenizer import open_tokenizer
 from lmtrain.preprocess.split_cache import find_cache
+from lmtrain.runtime.errors import UserError
 
 VOCABULARY = [f"{a}{b}{c}" for a in "bdfgk" for b in ("a", "é", "io") for c in ("lt", "n", "rm", "st")]
 TASK = {

@@ -8,8 +8,7 @@ import pytest
 
 from lmtrain import cli
 from lmtrain.checkpoint.checkpointer import Checkpointer
-from lmtrain.checkpoint.config import CheckpointerConfig
-from lmtrain.checkpoint.policies import Kind
+from lmtrain.checkpoint.config import CheckpointerConfig, Kind
 
 
 @pytest.fixture(scope="module")

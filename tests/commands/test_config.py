@@ -7,10 +7,10 @@ import pytest
 import yaml
 
 from lmtrain.commands import config
-from lmtrain.config.errors import UserError
 from lmtrain.config.load import load_config
 from lmtrain.run.config import RunConfig
-from lmtrain.run.identity import run_id
+from lmtrain.run.run import run_id
+from lmtrain.runtime.errors import UserError
 
 
 @pytest.fixture(autouse=True)

@@ -4,8 +4,8 @@ import pytest
 
 from lmtrain.commands.arguments import Parser
 from lmtrain.commands.eval import _add_benchmark_flags, _harness
-from lmtrain.config.errors import UserError
 from lmtrain.evaluation.benchmarks.config import EvalHarnessConfig
+from lmtrain.runtime.errors import UserError
 
 OF_CONFIG = EvalHarnessConfig(task_spec=["a"], num_fewshot=3)
 

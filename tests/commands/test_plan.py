@@ -7,8 +7,8 @@ import pytest
 from plan.workers import MODEL, forked_worker
 
 from lmtrain.commands.plan import run
-from lmtrain.config.errors import UserError
-from lmtrain.plan import answers
+from lmtrain.plan import request
+from lmtrain.runtime.errors import UserError
 
 JSON_KEYS = {"device", "devices", "topology", "mesh", "attention", "parameters", "microbatches", "memory", "flops",
              "hbm_bytes", "wire_bytes", "wire_minimum", "collectives", "loops"}  # fmt: skip
@@ -27,7 +27,7 @@ def config(write_config, settings):
 def plan(config, run_cli, tmp_path, monkeypatch):
     """Runs `lmtrain plan` in this process, with forked workers."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "kept"))
-    monkeypatch.setattr(answers, "_running", forked_worker)
+    monkeypatch.setattr(request, "_running", forked_worker)
     return lambda *flags, name=config: run_cli("plan", name, *flags)
 
 
@@ -85,7 +85,7 @@ def test_json_alone_is_on_stdout_and_the_program_in_its_file(plan, tmp_path):
 def without_compilers(monkeypatch, tmp_path):
     """As on a machine without compilers, even if some are installed. Plans in this process."""
     monkeypatch.setattr("lmtrain.plan.request.installed_version", lambda package: None)
-    monkeypatch.setattr(answers, "_running", forked_worker)
+    monkeypatch.setattr(request, "_running", forked_worker)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "kept"))
 
 

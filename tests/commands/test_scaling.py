@@ -9,7 +9,7 @@ from report.made import Page
 from scaling.made_ladder import BASE, LADDER, LAW, dirs, write_ladder, write_log, write_results
 
 from lmtrain.commands import scaling
-from lmtrain.commands.ladders import read_ladder
+from lmtrain.commands.scaling import read_ladder
 from lmtrain.config.load import load_config
 from lmtrain.run.config import RunConfig
 from lmtrain.scaling.describe import count

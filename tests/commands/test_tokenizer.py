@@ -8,9 +8,9 @@ import sentencepiece
 from conftest import TRAIN_FILES, VALIDATION_FILES
 
 from lmtrain.commands import tokenizer
-from lmtrain.config.errors import UserError
 from lmtrain.hf.find_tokenizer import open_tokenizer
 from lmtrain.preprocess.documents import read_texts
+from lmtrain.runtime.errors import UserError
 
 TEXTS = [*read_texts(VALIDATION_FILES[0], "text"), "", " a\n\n  b\t🙂 123"]
 SENTENCEPIECE = ["--kind", "sentencepiece", "--vocab_size", "400"]

@@ -10,7 +10,7 @@ from lmtrain.config.load import load_config
 from lmtrain.plan import worker
 from lmtrain.plan.request import Request, Target
 from lmtrain.run.config import RunConfig
-from lmtrain.runtime.topologies import find_topology
+from lmtrain.runtime.accelerators import find_topology
 
 
 def main(folder: str, name: str, *flags: str) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lmtrain.config.counts import counted
+from lmtrain.runtime.errors import counted
 
 
 @pytest.mark.parametrize(

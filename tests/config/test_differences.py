@@ -2,7 +2,7 @@
 
 import pytest
 
-from lmtrain.config.differences import describe_differences
+from lmtrain.config.tree import describe_differences
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,7 @@ import pytest
 from pydantic import ValidationError
 from pydantic_core import PydanticCustomError
 
-from lmtrain.config.durations import Duration, format_duration, parse_duration
-from lmtrain.config.section import Section
+from lmtrain.config.section import Duration, Section, format_duration, parse_duration
 
 
 class Timed(Section):

@@ -5,8 +5,8 @@ import subprocess
 
 import pytest
 
-from lmtrain.config.encodings import likely_encoding, not_utf8, require_utf8
-from lmtrain.config.errors import UserError
+from lmtrain.runtime.errors import UserError
+from lmtrain.runtime.text import likely_encoding, not_utf8, require_utf8
 
 TEXT = "caf\u00e9 d\u00e9j\u00e0 vu"
 

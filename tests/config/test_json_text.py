@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from lmtrain.config.json_text import parse_json
+from lmtrain.runtime.text import parse_json
 
 
 def test_values_are_those_of_json():

@@ -6,10 +6,10 @@ import pytest
 import yaml
 
 from lmtrain.config.describe import describe
-from lmtrain.config.errors import UserError
 from lmtrain.config.load import load_config
-from lmtrain.config.other_systems import ADVICE
+from lmtrain.config.spellings import ADVICE
 from lmtrain.run.config import RunConfig
+from lmtrain.runtime.errors import UserError
 
 SETTINGS = {setting.name for group in describe(RunConfig) for setting in group.settings}
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from lmtrain.config.errors import UserError
-from lmtrain.config.overrides import apply_overrides, split_overrides
+from lmtrain.config.load import apply_overrides, split_overrides
 from lmtrain.config.tree import ConfigTree, Origin
+from lmtrain.runtime.errors import UserError
 
 
 @pytest.mark.parametrize(

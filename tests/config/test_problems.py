@@ -2,9 +2,9 @@
 
 import pytest
 
-from lmtrain.config.errors import UserError
 from lmtrain.config.load import load_config
 from lmtrain.run.config import RunConfig
+from lmtrain.runtime.errors import UserError
 
 
 @pytest.fixture

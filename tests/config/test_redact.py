@@ -4,7 +4,7 @@ import copy
 
 import pytest
 
-from lmtrain.config.redact import find_masked, find_secrets, redact, redact_as_before, without
+from lmtrain.runtime.redact import find_masked, find_secrets, redact, redact_as_before, without
 
 
 @pytest.mark.parametrize(

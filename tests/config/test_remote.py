@@ -9,8 +9,8 @@ import pytest
 from botocore.exceptions import EndpointConnectionError
 from web import serving
 
-from lmtrain.config.errors import UserError
-from lmtrain.config.remote import read_small, remote_errors
+from lmtrain.runtime.errors import UserError
+from lmtrain.runtime.remote import read_small, remote_errors
 
 BUSY = "the server is overloaded or unavailable"
 NO_CONNECTION = "the server does not answer or its connections break"

@@ -3,7 +3,7 @@
 import pytest
 import yaml
 
-from lmtrain.config.errors import UserError
+from lmtrain.runtime.errors import UserError
 
 DATA = {
     "demo": "data: {demo: d}\n",

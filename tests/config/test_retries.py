@@ -5,8 +5,8 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
-from lmtrain.config import retries
-from lmtrain.config.errors import UserError
+from lmtrain.runtime import retries
+from lmtrain.runtime.errors import UserError
 from lmtrain.runtime.storage import read_bytes
 
 

@@ -7,11 +7,11 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from lmtrain.config.describe import show
 from lmtrain.config.load import load_config
-from lmtrain.config.show import show
 from lmtrain.config.tree import ConfigTree
 from lmtrain.run.config import RunConfig, resolved
-from lmtrain.run.identity import run_id
+from lmtrain.run.run import run_id
 
 # without control characters, which YAML cannot print
 TEXT = st.text(st.characters(exclude_categories=("C", "Zl", "Zp")), min_size=1, max_size=20)

@@ -8,7 +8,7 @@ from jsonschema import Draft202012Validator
 
 from lmtrain.config.describe import sections_of
 from lmtrain.config.load import shipped_configs
-from lmtrain.config.schema import build_schema
+from lmtrain.config.spellings import build_schema
 from lmtrain.config.yaml_loader import load_file
 from lmtrain.run.config import RunConfig
 

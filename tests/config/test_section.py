@@ -7,7 +7,7 @@ from lmtrain.config.section import Section, problem_of_text
 from lmtrain.data.config import DataConfig
 from lmtrain.models.llama.config import LlamaConfig
 from lmtrain.run.config import RunConfig, resolved
-from lmtrain.run.identity import identity, run_id
+from lmtrain.run.run import identity, run_id
 
 
 class Small(Section):

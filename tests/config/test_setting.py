@@ -1,4 +1,4 @@
-"""Tests of `lmtrain/config/setting.py`: every setting of a run has a role."""
+"""Tests of `lmtrain/config/section.py`: every setting of a run has a role."""
 
 from collections.abc import Iterator
 
@@ -6,8 +6,17 @@ import pytest
 from pydantic import BaseModel, Field, ValidationError
 
 from lmtrain.config.describe import sections_of
-from lmtrain.config.section import Section
-from lmtrain.config.setting import Role, architecture, changeable, execution, identity, role_of, settings_of, tunable
+from lmtrain.config.section import (
+    Role,
+    Section,
+    architecture,
+    changeable,
+    execution,
+    identity,
+    role_of,
+    settings_of,
+    tunable,
+)
 from lmtrain.models.llama.config import LlamaConfig
 from lmtrain.run.config import RunConfig
 

@@ -6,7 +6,7 @@ import pytest
 
 from lmtrain.config.load import load_config, shipped_configs
 from lmtrain.run.config import RunConfig
-from lmtrain.run.identity import run_id
+from lmtrain.run.run import run_id
 
 CONFIGS = sorted(Path(shipped_configs()).glob("*.yaml"))
 

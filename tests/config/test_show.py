@@ -3,8 +3,8 @@
 import pytest
 import yaml
 
+from lmtrain.config.describe import show
 from lmtrain.config.load import load_config
-from lmtrain.config.show import show
 from lmtrain.config.tree import ConfigTree, Origin
 from lmtrain.run.config import RunConfig, resolved
 

@@ -2,10 +2,10 @@
 
 import pytest
 
-from lmtrain.config.errors import UserError
 from lmtrain.config.spellings import combine
 from lmtrain.config.tree import ConfigTree
 from lmtrain.run.config import RunConfig
+from lmtrain.runtime.errors import UserError
 
 
 @pytest.mark.parametrize(

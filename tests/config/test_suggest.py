@@ -4,9 +4,10 @@ from typing import Literal
 
 import pytest
 
+from lmtrain.config.describe import known_paths
 from lmtrain.config.section import Section
-from lmtrain.config.suggest import known_paths, suggest_name
 from lmtrain.run.config import RunConfig
+from lmtrain.runtime.errors import suggest_name
 
 PATHS = known_paths(RunConfig, {})
 

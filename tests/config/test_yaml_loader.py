@@ -5,8 +5,8 @@ import os
 import fsspec
 import pytest
 
-from lmtrain.config.errors import UserError
 from lmtrain.config.yaml_loader import load_file, parse_value
+from lmtrain.runtime.errors import UserError
 
 
 @pytest.fixture
@@ -207,7 +207,7 @@ def test_includes_are_bounded_in_depth_and_number(load, text):
     ],
 )
 def test_a_file_that_is_no_config_by_its_size_is_an_error(load, text, message, monkeypatch):
-    monkeypatch.setattr("lmtrain.config.yaml_scalars.Loader.max_nodes", 20_000)
+    monkeypatch.setattr("lmtrain.config.yaml_loader.Loader.max_nodes", 20_000)
     assert problem(load, text).startswith(message.replace("200,000", "20,000"))
 
 

@@ -9,7 +9,7 @@ import json
 import os
 import random
 
-from lmtrain.hf.learn_tokenizer import END_OF_TEXT, learn_bpe
+from lmtrain.hf.extend_tokenizer import END_OF_TEXT, learn_bpe
 from lmtrain.hf.tokenizer import save_tokenizer
 
 HERE = os.path.dirname(os.path.abspath(__file__))

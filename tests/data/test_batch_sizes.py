@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lmtrain.data.batch_sizes import BatchSizes
+from lmtrain.data.config import BatchSizes
 
 
 class Naive:

@@ -8,15 +8,14 @@ import numpy as np
 import pytest
 from cache_building import build_cache
 
-from lmtrain.config.errors import ReadError, UserError
-from lmtrain.data.batch_sizes import BatchSizes
 from lmtrain.data.batches import EvalSource, TrainSource, iterate
+from lmtrain.data.cache_manifest import Shards
 from lmtrain.data.caches import Cache, open_store
-from lmtrain.data.config import DataConfig
+from lmtrain.data.config import BatchSizes, DataConfig
 from lmtrain.data.mixture import Mixture
-from lmtrain.data.shards import Shards
 from lmtrain.data.windows import WindowOrder
 from lmtrain.preprocess.split_cache import split_folder
+from lmtrain.runtime.errors import ReadError, UserError
 
 
 @pytest.fixture(scope="module")

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from lmtrain.config.errors import UserError
 from lmtrain.data.cache_manifest import CacheManifest, ShardInfo, load_manifest, manifest_path, save_manifest
+from lmtrain.runtime.errors import UserError
 
 SHARD = ShardInfo("shard-00000-of-00001.arrayrecord", {"url": "a"}, 100, "abc", 40, 3)
 MANIFEST = CacheManifest("train", {"tokenizer": {"fingerprint": "f"}}, ["a"], "<u2", [SHARD, SHARD])

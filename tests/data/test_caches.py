@@ -2,12 +2,10 @@
 
 import pytest
 
-from lmtrain.config.errors import UserError
-from lmtrain.data.batch_sizes import BatchSizes
-from lmtrain.data.cache_manifest import ShardInfo
+from lmtrain.data.cache_manifest import ShardInfo, Shards
 from lmtrain.data.caches import Cache, Caches, build_mixture, check_batch, choose_steps, describe_epochs, needs_all
-from lmtrain.data.config import DataConfig
-from lmtrain.data.shards import Shards
+from lmtrain.data.config import BatchSizes, DataConfig
+from lmtrain.runtime.errors import UserError
 
 TWO = {"a": {"train_urls": ["a"]}, "b": {"train_urls": ["b"]}}
 

@@ -3,7 +3,7 @@
 import pytest
 
 from lmtrain.run.config import RunConfig
-from lmtrain.run.identity import identity, run_id
+from lmtrain.run.run import identity, run_id
 
 FILES = {"train_urls": ["a.jsonl"]}
 

@@ -5,9 +5,9 @@ import struct
 import numpy as np
 import pytest
 
-from lmtrain.config.errors import UserError
-from lmtrain.data import megatron_index
-from lmtrain.data.megatron_index import check_index, read_index
+from lmtrain.data import token_file
+from lmtrain.data.token_file import check_index, read_index
+from lmtrain.runtime.errors import UserError
 
 LENGTHS = [3, 0, 5, 2, 4, 0, 1]
 DOCUMENTS = [0, 2, 2, 3, 7]
@@ -33,7 +33,7 @@ def check(content, bin_bytes=30):
 
 @pytest.mark.parametrize("checked", [2, 1 << 20])
 def test_what_the_builder_writes_is_accepted(monkeypatch, checked):
-    monkeypatch.setattr(megatron_index, "_CHECKED", checked)
+    monkeypatch.setattr(token_file, "_CHECKED", checked)
     check(index())
     check(index(modes=bytes(len(LENGTHS))))  # multimodal
     check(index([], [0]), 0)
@@ -77,6 +77,6 @@ POINTERS = [0, 6, 6, 16, 20, 28, 28]
     ],
 )
 def test_a_wrong_entry_is_named(monkeypatch, checked, content, message):
-    monkeypatch.setattr(megatron_index, "_CHECKED", checked)
+    monkeypatch.setattr(token_file, "_CHECKED", checked)
     with pytest.raises(UserError, match=rf"a.idx: .*{message}"):
         check(content)

@@ -9,11 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 import fsspec
 import pytest
 
-from lmtrain.config.errors import UserError
-from lmtrain.data import mirror
-from lmtrain.data.cache_manifest import ShardInfo
-from lmtrain.data.mirror import Mirror, warn_if_small
-from lmtrain.data.shards import Shards
+from lmtrain.data import caches
+from lmtrain.data.cache_manifest import ShardInfo, Shards
+from lmtrain.data.caches import Mirror, warn_if_small
+from lmtrain.runtime.errors import UserError
 
 SIZE = 1000
 
@@ -76,14 +75,14 @@ class Downloads(list):
 
 @pytest.fixture
 def downloads(monkeypatch):
-    seen, real = Downloads(), mirror.download
+    seen, real = Downloads(), caches.download
 
     def download(source, target):
         seen.append(source.rpartition("/")[2])
         seen.before(seen[-1])
         real(source, target)
 
-    monkeypatch.setattr(mirror, "download", download)
+    monkeypatch.setattr(caches, "download", download)
     return seen
 
 
@@ -139,7 +138,7 @@ def test_a_corrupt_shard_is_not_kept_and_the_error_gives_advice(cache, folder, i
 
 
 def test_a_shard_that_the_network_garbles_is_downloaded_again(cache, folder, infos, monkeypatch):
-    garbled, download = iter((b"1", b"2")), mirror.download
+    garbled, download = iter((b"1", b"2")), caches.download
 
     def garble(url, local):
         download(url, local)
@@ -147,7 +146,7 @@ def test_a_shard_that_the_network_garbles_is_downloaded_again(cache, folder, inf
             with open(local, "wb") as file:
                 file.write(content_of(0)[:-1] + change)
 
-    monkeypatch.setattr(mirror, "download", garble)
+    monkeypatch.setattr(caches, "download", garble)
     assert content(Mirror(cache, str(folder), 10**9).locate(infos[0])) == content_of(0)
     assert next(garbled, None) is None
 
@@ -303,6 +302,6 @@ def test_processes_that_share_a_folder_may_evict_at_the_same_time(cache, folder,
         monkeypatch.undo()
         remove(path)
 
-    monkeypatch.setattr(mirror.os, "remove", remove_after_another)
+    monkeypatch.setattr(caches.os, "remove", remove_after_another)
     Mirror(cache, str(folder), 3 * SIZE).locate(infos[3])
     assert 3 in numbers_in(folder, infos)

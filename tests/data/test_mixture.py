@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from lmtrain.config.errors import UserError
 from lmtrain.data.mixture import BLOCK, Mixture, block_counts
+from lmtrain.runtime.errors import UserError
 
 
 def given(mixture, examples):

@@ -9,12 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmtrain.data.batch_sizes import BatchSizes
 from lmtrain.data.batches import EvalSource, TrainSource
-from lmtrain.data.cache_manifest import ShardInfo
-from lmtrain.data.packing import PackedWindows, pack
-from lmtrain.data.shards import Shards
-from lmtrain.data.windows import wait_for_windows
+from lmtrain.data.cache_manifest import ShardInfo, Shards
+from lmtrain.data.config import BatchSizes
+from lmtrain.data.windows import PackedWindows, pack, wait_for_windows
 
 LENGTHS = st.lists(st.integers(1, 30), max_size=60)
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmtrain.data.batches import EvalSource
-from lmtrain.data.pairs import PairWindows, kept_lengths
+from lmtrain.data.windows import PairWindows, kept_lengths
 
 
 class Pairs(Documents):

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from lmtrain.data.permutation import permute
+from lmtrain.data.mixture import permute
 
 
 def test_every_size_is_permuted():

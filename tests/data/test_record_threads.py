@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from lmtrain.data.record_threads import check_threads
+from lmtrain.data.token_store import check_threads
 
 # With address space for a few of the threads' stacks.
 LIMITED = """
@@ -13,9 +13,9 @@ import resource, sys
 from pathlib import Path
 import numpy as np
 import array_record.python.array_record_module
-from lmtrain.config.errors import ReadError
+from lmtrain.runtime.errors import ReadError
 from lmtrain.data.cache_manifest import ShardInfo
-from lmtrain.data.shards import Shards
+from lmtrain.data.cache_manifest import Shards
 from lmtrain.data.token_store import TokenStore
 from lmtrain.preprocess.write_shard import _written
 

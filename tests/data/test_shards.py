@@ -7,8 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from lmtrain.data.cache_manifest import CacheManifest, ShardInfo
-from lmtrain.data.shards import Shards
+from lmtrain.data.cache_manifest import CacheManifest, ShardInfo, Shards
 
 
 def info(tokens):

@@ -5,12 +5,12 @@ import dataclasses
 import pytest
 from data.test_packing import Documents
 
-from lmtrain.config.errors import UserError
 from lmtrain.data.cache_manifest import ShardInfo
 from lmtrain.data.caches import Cache
 from lmtrain.data.config import DataConfig
-from lmtrain.data.packing import PackedWindows
 from lmtrain.data.targets import FirstTargets, check_contents
+from lmtrain.data.windows import PackedWindows
+from lmtrain.runtime.errors import UserError
 
 CHAT = {"documents": {"format": {"type": "chat"}}}
 

@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 from array_record.python.array_record_module import ArrayRecordWriter
 
-from lmtrain.config.errors import UserError
 from lmtrain.data import token_store
-from lmtrain.data.cache_manifest import BLOCK_TOKENS, CacheManifest, ShardInfo
-from lmtrain.data.shards import Shards
+from lmtrain.data.cache_manifest import BLOCK_TOKENS, CacheManifest, ShardInfo, Shards
 from lmtrain.data.token_store import TokenStore, check_file, document_starts, read_columns
+from lmtrain.runtime.errors import UserError
 
 # tokens in each shard: empty ones first, in the middle and last, one of exactly a block, one of several
 SIZES = [0, 5, BLOCK_TOKENS, 0, 0, 2 * BLOCK_TOKENS + 7, 1, 0]

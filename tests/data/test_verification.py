@@ -9,12 +9,12 @@ import pytest
 from cache_building import build_cache
 from conftest import TOKENIZER, TRAIN_FILES
 
-from lmtrain.config.errors import UserError
 from lmtrain.data import verification
+from lmtrain.data.cache_manifest import Shards
 from lmtrain.data.caches import Cache, open_store
 from lmtrain.data.config import DataConfig
-from lmtrain.data.shards import Shards
 from lmtrain.data.verification import verify, verify_in_background
+from lmtrain.runtime.errors import UserError
 
 
 @pytest.fixture

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from lmtrain.data import windows
-from lmtrain.data.cache_manifest import ShardInfo
-from lmtrain.data.shards import Shards
+from lmtrain.data.cache_manifest import ShardInfo, Shards
 from lmtrain.data.token_store import TokenStore
 from lmtrain.data.windows import TextWindows, WindowOrder, train_windows, wait_for_windows
 

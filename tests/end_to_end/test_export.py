@@ -16,7 +16,7 @@ from lmtrain.checkpoint.manifest import read_manifest, write_manifest
 from lmtrain.config.load import load_config
 from lmtrain.hf.find_tokenizer import find_tokenizer
 from lmtrain.run.config import RunConfig
-from lmtrain.run.identity import run_id
+from lmtrain.run.run import run_id
 
 pytestmark = pytest.mark.end_to_end
 

@@ -11,7 +11,7 @@ from faults.runs import array_bytes, end, last_logged, log_file, wait_for
 from forked import Forked
 from pages import ROOT
 
-from lmtrain.commands.ladders import read_ladder
+from lmtrain.commands.scaling import read_ladder
 from lmtrain.runtime.signals import STOPPED_BY_SIGNAL
 from lmtrain.scaling.points import arguments_of, points
 

@@ -31,20 +31,21 @@ EVERY_STEP = {
 
 TRACKERS = '''
 import json, os, threading
-from lmtrain.tracking import background, goodput
+from lmtrain.tracking import goodput
+from lmtrain.tracking import tracker
 
 goodput._SECONDS_BETWEEN_WRITES = 0.0  # write goodput at every step, including the last
-background._HANGING_SECONDS = 600.0
+tracker._HANGING_SECONDS = 600.0
 
 
-def finish(tracker, original=background.BackgroundTracker.finish):
+def finish(tracker, original=tracker.BackgroundTracker.finish):
     """The tracker that hangs is abandoned after 3 s, the others have their 30."""
     if "Hangs" in tracker._name:
         tracker.finish_seconds = 3.0
     original(tracker)
 
 
-background.BackgroundTracker.finish = finish
+tracker.BackgroundTracker.finish = finish
 
 
 class Quick:

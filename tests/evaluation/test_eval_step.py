@@ -6,7 +6,7 @@ import pytest
 from models import quick
 
 from lmtrain.evaluation.eval_step import build_eval_step, read_ahead
-from lmtrain.hf.token_bytes import TextSizes
+from lmtrain.hf.tokenizer import TextSizes
 from lmtrain.models.gpt2.config import Gpt2Config
 from lmtrain.models.gpt2.model import Gpt2LM
 

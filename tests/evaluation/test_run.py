@@ -6,13 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from lmtrain.config.errors import UserError
 from lmtrain.evaluation.config import EvaluationConfig
 from lmtrain.evaluation.interface import Context
 from lmtrain.evaluation.perplexity import Perplexity
-from lmtrain.evaluation.registry import build_evaluators
-from lmtrain.evaluation.run import Evaluations
+from lmtrain.evaluation.run import Evaluations, build_evaluators
 from lmtrain.objectives.cross_entropy import CrossEntropy
+from lmtrain.runtime.errors import UserError
 from lmtrain.runtime.signals import StoppedError
 
 NOTHING = Context(None, None, "float32", None, {}, seq_len=32)

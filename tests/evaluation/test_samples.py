@@ -9,18 +9,17 @@ import pytest
 from conftest import TOKENIZER
 from models import quick
 
-from lmtrain.config.errors import UserError
 from lmtrain.evaluation.config import EvaluationConfig
 from lmtrain.evaluation.interface import Context
-from lmtrain.evaluation.registry import build_evaluators
-from lmtrain.evaluation.run import Evaluations
+from lmtrain.evaluation.run import Evaluations, build_evaluators
 from lmtrain.evaluation.samples import Samples
-from lmtrain.generation.sample import SamplingSettings, build_batch_sampler, sample
+from lmtrain.generation.decode import SamplingSettings, build_batch_sampler, sample
 from lmtrain.hf.tokenizer import load_tokenizer
 from lmtrain.models.backpack.config import BackpackConfig
 from lmtrain.models.gpt2.config import Gpt2Config
 from lmtrain.models.llama.config import LlamaConfig
 from lmtrain.models.mpt.config import MptConfig
+from lmtrain.runtime.errors import UserError
 from lmtrain.sharding.config import PartitioningConfig
 from lmtrain.sharding.mesh import build_layout
 

@@ -5,8 +5,8 @@ import json
 import numpy as np
 from opened_run import open_run
 
-from lmtrain.evaluation.validation_sets import open_validation_sets
-from lmtrain.hf.token_bytes import token_bytes
+from lmtrain.evaluation.interface import open_validation_sets
+from lmtrain.hf.tokenizer import token_bytes
 from lmtrain.sharding.mesh import build_layout
 
 

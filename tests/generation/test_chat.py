@@ -6,13 +6,13 @@ import pytest
 from chat_tokenizer import write_chat_tokenizer
 from models import quick
 
-from lmtrain.config.errors import UserError
 from lmtrain.generation.chat import Chat
-from lmtrain.generation.sample import SamplingSettings, sample
+from lmtrain.generation.decode import SamplingSettings, sample
 from lmtrain.hf.chat_template import ChatTemplate, find_template
 from lmtrain.hf.tokenizer import load_tokenizer
 from lmtrain.models.gpt2.config import Gpt2Config
 from lmtrain.models.llama.config import LlamaConfig
+from lmtrain.runtime.errors import UserError
 
 LENGTH, NEW = 128, 6
 SIZES = {"seq_len": LENGTH, "hidden_dim": 16, "num_heads": 2}

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from models import quick
 
-from lmtrain.generation.greedy import GreedyDecoder
-from lmtrain.generation.sample import SamplingSettings, sample
+from lmtrain.generation.decode import GreedyDecoder, SamplingSettings, sample
 from lmtrain.models.backpack.config import BackpackConfig
 from lmtrain.models.gpt2.config import Gpt2Config
 from lmtrain.models.llama.config import LlamaConfig

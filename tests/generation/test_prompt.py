@@ -7,7 +7,7 @@ from conftest import TOKENIZER
 from tokenizers.processors import TemplateProcessing
 
 from lmtrain.commands.generate import starts_with_bos
-from lmtrain.generation.prompt import encode_prompt
+from lmtrain.generation.decode import encode_prompt
 from lmtrain.hf.tokenizer import load_tokenizer
 from lmtrain.run.config import RunConfig
 from lmtrain.weights.export_folder import ModelOrigin

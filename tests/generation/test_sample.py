@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax.core.meta import unbox
 
-from lmtrain.generation.sample import SamplingSettings, choose, sample
+from lmtrain.generation.decode import SamplingSettings, choose, sample
 from lmtrain.models.gpt2.config import Gpt2Config
 from lmtrain.models.gpt2.model import Gpt2LM
 

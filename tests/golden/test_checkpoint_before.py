@@ -10,7 +10,7 @@ from lmtrain.checkpoint.discovery import find_checkpoints
 from lmtrain.checkpoint.verify import FULL, verify
 from lmtrain.run.config import RunConfig
 from lmtrain.train.program.program import build_program
-from lmtrain.train.start.restore import restore_state
+from lmtrain.train.start.initial_state import restore_state
 
 VOCAB = 32
 CONFIG = {

@@ -29,9 +29,9 @@ _LARGE = (".safetensors", ".bin")
 _PRELUDE = """
 import json, os, sys
 from pathlib import Path
-from lmtrain.config.errors import UserError
+from lmtrain.runtime.errors import UserError
 from lmtrain.hf.hub import fetch_file, parse_ref
-from lmtrain.hf.upload import check_upload, upload_folder
+from lmtrain.hf.hub import check_upload, upload_folder
 
 def use_token(token, name="HF_TOKEN"):
     for one in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):

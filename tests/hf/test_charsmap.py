@@ -4,7 +4,7 @@ import pytest
 import sentencepiece
 from sentencepiece_texts import parsed, train
 
-from lmtrain.hf.charsmap import read_rules
+from lmtrain.hf.sentencepiece_normalizer import read_rules
 
 
 def test_the_rules_are_those_of_the_library():

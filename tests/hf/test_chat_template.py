@@ -5,8 +5,8 @@ import json
 import pytest
 from chat_tokenizer import CONVERSATION, write_chat_tokenizer
 
-from lmtrain.config.errors import UserError
 from lmtrain.hf.chat_template import TemplateError, find_template
+from lmtrain.runtime.errors import UserError
 
 
 def written(tmp_path, text):

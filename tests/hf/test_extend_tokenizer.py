@@ -7,12 +7,12 @@ import pytest
 from chat_tokenizer import CONVERSATION, MARKED, PLAIN
 from conftest import TOKENIZER, VALIDATION_FILES
 
-from lmtrain.config.errors import UserError
 from lmtrain.hf.chat_template import TemplateError, find_template
 from lmtrain.hf.extend_tokenizer import extend_tokenizer
 from lmtrain.hf.find_tokenizer import open_tokenizer
 from lmtrain.hf.sentencepiece import train_sentencepiece
 from lmtrain.preprocess.documents import read_texts
+from lmtrain.runtime.errors import UserError
 from lmtrain.runtime.logging import log
 
 TEXTS = [*read_texts(VALIDATION_FILES[0], "text"), " a\n\n  b\t🙂 <|endoftext|> </s>"]

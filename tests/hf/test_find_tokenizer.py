@@ -13,11 +13,11 @@ import sentencepiece
 from conftest import TOKENIZER
 from sentencepiece_texts import train
 
-from lmtrain.config.errors import UserError
 from lmtrain.hf.chat_template import read_templates
 from lmtrain.hf.find_tokenizer import cache_folder, find_tokenizer, open_tokenizer
 from lmtrain.hf.special_tokens import read_declared
 from lmtrain.hf.tokenizer import load_tokenizer
+from lmtrain.runtime.errors import UserError
 
 TEXTS = ["def f(x):\n    return x\n", "ünï ☃ 🙂", "", "a  b\t\r\n", "<|endoftext|>"]
 

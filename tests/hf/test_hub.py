@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from hf.fake_hub import Account
 
-from lmtrain.config.errors import UserError
 from lmtrain.hf.hub import offline_reason, parse_ref, prepare_hub
+from lmtrain.runtime.errors import UserError
 
 WEIGHTS = bytes(range(256)) * 300
 

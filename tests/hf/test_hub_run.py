@@ -23,8 +23,7 @@ def base(hub):
     """Files of a gated model on the Hub with a tokenizer."""
     from lmtrain.hf.tokenizer import load_tokenizer
     from lmtrain.models.registry import build_model
-    from lmtrain.weights.export import build_export
-    from lmtrain.weights.write_export import write_export
+    from lmtrain.weights.write_export import build_export, write_export
 
     config = RunConfig.model_validate({"model": {"type": "llama", **SIZES, **LLAMA, "seq_len": 32}}).model
     plan = build_export(config, build_model(config, 384), load_tokenizer(str(TOKENIZER)), "float32")

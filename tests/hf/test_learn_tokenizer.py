@@ -1,6 +1,6 @@
 """Byte-level BPE, trained on text."""
 
-from lmtrain.hf.learn_tokenizer import END_OF_TEXT, learn_bpe
+from lmtrain.hf.extend_tokenizer import END_OF_TEXT, learn_bpe
 
 TEXTS = ["one two three two", "two three"] * 50
 

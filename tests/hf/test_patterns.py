@@ -2,7 +2,7 @@
 
 from tokenizers import Regex, normalizers
 
-from lmtrain.hf.patterns import letter_class, literal, longest
+from lmtrain.hf.sentencepiece_normalizer import letter_class, literal, longest
 
 
 def marked(pattern: str, text: str) -> str:

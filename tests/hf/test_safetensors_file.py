@@ -9,8 +9,8 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from safetensors.numpy import load_file, save
 
-from lmtrain.config.errors import UserError
 from lmtrain.hf.safetensors_file import SafetensorsWeights, header_of, read_header, read_tensor, write_tensor
+from lmtrain.runtime.errors import UserError
 from lmtrain.runtime.storage import open_fs, write_bytes
 
 DTYPES = [np.float64, np.float32, np.float16, ml_dtypes.bfloat16, np.int64, np.int32, np.uint8, np.bool_]

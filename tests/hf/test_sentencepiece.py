@@ -11,13 +11,12 @@ import sentencepiece
 from conftest import TRAIN_FILES, VALIDATION_FILES
 from sentencepiece_texts import train
 
-from lmtrain.config.errors import UserError
 from lmtrain.hf.find_tokenizer import open_tokenizer
 from lmtrain.hf.key_map import Piece, Row
 from lmtrain.hf.sentencepiece import convert_sentencepiece, train_sentencepiece
 from lmtrain.preprocess.documents import read_texts
-from lmtrain.weights.export import Export
-from lmtrain.weights.write_export import write_export
+from lmtrain.runtime.errors import UserError
+from lmtrain.weights.write_export import Export, write_export
 
 TEXTS = [text for file in VALIDATION_FILES for text in read_texts(file, "text")]
 HARD = [

@@ -4,8 +4,8 @@ import pytest
 from sentencepiece_texts import CONTROL, HTML, PLAIN, RULES, SYMBOLS, check_ids, parsed, random_texts, train
 from tokenizers import Tokenizer
 
-from lmtrain.config.errors import UserError
 from lmtrain.hf.sentencepiece import convert_sentencepiece
+from lmtrain.runtime.errors import UserError
 
 NAMES = ["<unk>", "<s>", "</s>", "<0x41>", "<0x0A>", *CONTROL]
 TYPED = [

@@ -5,9 +5,9 @@ import sentencepiece
 from sentencepiece_texts import parsed, random_texts, train
 from tokenizers import normalizers
 
-from lmtrain.config.errors import UserError
 from lmtrain.hf.sentencepiece import convert_sentencepiece
 from lmtrain.hf.sentencepiece_normalizer import build_normalizers
+from lmtrain.runtime.errors import UserError
 
 # All characters of the planes that have rules and marks, and a sample of the others.
 _PLANES = [range(0xD800), range(0xE000, 0x20000), range(0x2F800, 0x2FA20), range(0xE0000, 0xE0200)]

@@ -7,9 +7,9 @@ from chat_tokenizer import CONVERSATION, MARKED
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from transformers.utils import chat_template_utils
 
-from lmtrain.config.errors import UserError
 from lmtrain.hf import template_limits
 from lmtrain.hf.chat_template import ChatTemplate
+from lmtrain.runtime.errors import UserError
 
 TOOLS = [
     {"type": "function", "function": {"name": "weather", "parameters": {"city": {"type": "string"}, "days": [1, 2]}}}

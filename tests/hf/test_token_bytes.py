@@ -9,8 +9,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from lmtrain.hf.find_tokenizer import open_tokenizer
 from lmtrain.hf.sentencepiece import convert_sentencepiece
-from lmtrain.hf.token_bytes import text_sizes, token_bytes
-from lmtrain.hf.tokenizer import Tokenizer
+from lmtrain.hf.tokenizer import Tokenizer, text_sizes, token_bytes
 from lmtrain.preprocess.documents import read_texts
 
 TEXTS = list(read_texts(VALIDATION_FILES[0], "text"))[:20]

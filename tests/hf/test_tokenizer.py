@@ -6,15 +6,15 @@ import shutil
 import pytest
 from transformers import AutoTokenizer
 
-from lmtrain.config.errors import UserError
 from lmtrain.data.config import DataConfig
-from lmtrain.generation.prompt import encode_prompt
+from lmtrain.generation.decode import encode_prompt
 from lmtrain.hf.chat_template import find_template, tokenizer_contents
+from lmtrain.hf.extend_tokenizer import END_OF_TEXT, learn_bpe
 from lmtrain.hf.find_tokenizer import open_tokenizer
-from lmtrain.hf.learn_tokenizer import END_OF_TEXT, learn_bpe
 from lmtrain.hf.special_tokens import NAMES
 from lmtrain.hf.tokenizer import load_tokenizer, save_tokenizer
 from lmtrain.preprocess.tokenize import tokenize
+from lmtrain.runtime.errors import UserError
 
 SPLIT = {"type": "Split", "behavior": "Isolated", "invert": False}
 TEXT = "def f(x):\n\treturn x  # naïve — 東京 🚀\r\n\x00 end "

@@ -10,8 +10,8 @@ import pytest
 import torch
 from hf.conftest import to_torch
 
-from lmtrain.config.errors import UserError
-from lmtrain.hf.torch_file import TorchWeights
+from lmtrain.hf.weight_files import TorchWeights
+from lmtrain.runtime.errors import UserError
 
 TENSORS = {
     "a": np.arange(6, dtype=np.float32).reshape(2, 3) / 7,

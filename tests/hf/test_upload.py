@@ -114,7 +114,7 @@ def test_failing_uploads_are_detected_early(hub, export):
     # A Hub that does not answer, has server errors, or cannot be reached.
     hub.fail("hang")
     hub.fail(502)
-    short = "import lmtrain.hf.upload\nlmtrain.hf.upload._CHECK_SECONDS = 1"
+    short = "import lmtrain.hf.hub\nlmtrain.hf.hub._CHECK_SECONDS = 1"
     check = 'check_upload("lab/new")'
     silent, broken = hub.ask(check, check, setup=short, HF_TOKEN=hub.token)
     assert f"lab/new: {fails}timed out" in silent
@@ -144,8 +144,8 @@ def test_transient_errors_are_retried_without_a_second_commit(hub, export):
     ]:
         hub.fail(how, 1, where)
     done = hub.run(
-        f"{NO_WAITS}\nfrom lmtrain.hf.upload import upload_folder\n"
-        "import lmtrain.hf.upload as module\nmodule._WAITS, module._UPLOAD_SECONDS = (1.5, 2.5, 3.5, 4.5, 5.5), 2\n"
+        f"{NO_WAITS}\nfrom lmtrain.hf.hub import upload_folder\n"
+        "import lmtrain.hf.hub as module\nmodule._WAITS, module._UPLOAD_SECONDS = (1.5, 2.5, 3.5, 4.5, 5.5), 2\n"
         'print(upload_folder("my export", "lab/new@b", "step 10"), [wait for wait in waits if wait % 1])',
         HF_TOKEN=hub.token,
     )

@@ -10,10 +10,10 @@ import torch
 from hf.conftest import to_torch
 from safetensors.numpy import save
 
-from lmtrain.config.errors import UserError
 from lmtrain.hf.find_tokenizer import find_tokenizer
 from lmtrain.hf.tokenizer import load_tokenizer
 from lmtrain.hf.weight_files import locate, open_weights, read_model_config, read_model_json
+from lmtrain.runtime.errors import UserError
 from lmtrain.runtime.storage import is_url, join, open_fs, write_bytes
 
 TENSORS = {

@@ -3,9 +3,8 @@
 import pytest
 from hlo.programs import GPU_LOOP
 
-from lmtrain.compiled.bound import bound
 from lmtrain.compiled.collectives import Network
-from lmtrain.compiled.figures import measure
+from lmtrain.compiled.figures import bound, measure
 from lmtrain.runtime.accelerators import ACCELERATORS
 
 

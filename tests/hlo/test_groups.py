@@ -2,7 +2,7 @@
 
 import pytest
 
-from lmtrain.compiled.groups import mesh_axes, parse_groups
+from lmtrain.compiled.collectives import mesh_axes, parse_groups
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """Array types in HLO text."""
 
-from lmtrain.compiled.shapes import Shape, parse_shapes
+from lmtrain.compiled.hlo import Shape, parse_shapes
 
 
 def test_shapes_have_sizes_types_and_memory_spaces():

@@ -16,10 +16,8 @@ from lmtrain.run.config import RunConfig
 from lmtrain.sharding.config import PartitioningConfig
 from lmtrain.sharding.mesh import build_layout
 from lmtrain.train.program.program import Program
-from lmtrain.weights.export import build_adapter_export, build_export
-from lmtrain.weights.gather import gather_merged, gather_tensors
-from lmtrain.weights.load_peft import load_peft_adapter
-from lmtrain.weights.write_export import write_export
+from lmtrain.weights.load_hf import load_peft_adapter
+from lmtrain.weights.write_export import build_adapter_export, build_export, gather_merged, gather_tensors, write_export
 
 LENGTH = 16
 

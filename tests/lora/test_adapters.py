@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lmtrain.lora.adapters import adapted_layers, init_adapters, merge_layer, start_from, trained_in_full
+from lmtrain.lora.model import adapted_layers, init_adapters, merge_layer, start_from, trained_in_full
 from lmtrain.lora.sites import Site
 
 SITES = [Site("blocks/q", "layers.{layer}.q", 16, 6, (0, 1, 2), False), Site("weigh", "weigh", 4, 8, None, False)]

@@ -8,7 +8,7 @@ from lmtrain.config.load import load_config
 from lmtrain.lora.config import LoraConfig
 from lmtrain.optim.config import OptimizerConfig
 from lmtrain.run.config import RunConfig
-from lmtrain.run.identity import identity
+from lmtrain.run.run import identity
 
 BASE = {"initialize_from_hf": "base"}
 DPO = BASE | {"objective": {"type": "dpo"}, "data": {"format": {"type": "preference"}}}

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from lmtrain.lora.fingerprint import fingerprint
+from lmtrain.lora.model import fingerprint
 from lmtrain.sharding.config import PartitioningConfig
 from lmtrain.sharding.mesh import build_layout
 

@@ -11,8 +11,7 @@ import pytest
 from flax.linen import meta
 from models import quick
 
-from lmtrain.lora.adapters import start_from
-from lmtrain.lora.model import ADAPTERS, BASE, adapt
+from lmtrain.lora.model import ADAPTERS, BASE, adapt, start_from
 from lmtrain.models.interface import hidden_and_head
 from lmtrain.models.params import initializer
 from lmtrain.models.registry import build_model

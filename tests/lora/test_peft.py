@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from lmtrain.config.errors import UserError
 from lmtrain.lora.config import LoraConfig
 from lmtrain.lora.peft import check_adapter_config, to_adapter_config
+from lmtrain.runtime.errors import UserError
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,11 @@
 import pytest
 from pydantic import TypeAdapter
 
-from lmtrain.config.errors import UserError
 from lmtrain.lora.sites import check_rank, choose_sites, choose_tables, list_sites, list_tables
 from lmtrain.models.config import ModelConfig
 from lmtrain.models.params import abstract_params, shapes_by_path
 from lmtrain.models.registry import build_model, hf_family
+from lmtrain.runtime.errors import UserError
 
 
 def of(family, **model):

@@ -7,14 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.nn.initializers import normal
 
-from lmtrain.models.auxiliary import add_auxiliary
 from lmtrain.models.decoder import Decoder
 from lmtrain.models.gpt2.config import Gpt2Config
 from lmtrain.models.layers.block import Block
 from lmtrain.models.layers.linear import Linear
-from lmtrain.models.layers.norm import LayerNorm
+from lmtrain.models.layers.mlp import LayerNorm
 from lmtrain.models.llama.config import LlamaConfig
 from lmtrain.models.llama.model import LlamaLM
+from lmtrain.models.params import add_auxiliary
 
 VOCAB, LENGTH = 13, 12
 RNG = np.random.default_rng(0)

@@ -17,10 +17,8 @@ from lmtrain.models.layers.linear import Embed, Linear
 from lmtrain.models.registry import build_model
 from lmtrain.objectives.cross_entropy import CrossEntropy
 from lmtrain.sharding.config import PartitioningConfig
-from lmtrain.sharding.mesh import Layout, build_layout
-from lmtrain.sharding.mesh_function import MeshFunction
-from lmtrain.train.step.ema import new_average
-from lmtrain.train.step.state import TrainState, add_teacher, state_shardings
+from lmtrain.sharding.mesh import Layout, MeshFunction, build_layout
+from lmtrain.train.step.state import TrainState, add_teacher, new_average, state_shardings
 from lmtrain.train.step.step import TrainStep, build_train_step
 
 

@@ -7,8 +7,8 @@ from models import families, quick
 from models.families import BATCH, LENGTH, ROUTED, SIZE, VOCAB, auxiliary_model
 
 from lmtrain.evaluation.eval_step import build_eval_step
-from lmtrain.models.auxiliary import add_auxiliary, has_auxiliary
 from lmtrain.models.gpt2.config import Gpt2Config
+from lmtrain.models.params import add_auxiliary, has_auxiliary
 from lmtrain.models.registry import build_model
 from lmtrain.objectives.cross_entropy import CrossEntropy
 from lmtrain.train.step.hessian import estimate_hessian

@@ -3,9 +3,9 @@
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from lmtrain.config.suggest import nearest_divisors
 from lmtrain.models.base_config import BaseModelConfig
 from lmtrain.models.config import FAMILY_NAMES, ModelConfig
+from lmtrain.runtime.errors import nearest_divisors
 
 MODEL = TypeAdapter(ModelConfig)
 

@@ -10,8 +10,7 @@ from models import families, quick
 from parity.variants import make, tokens
 
 from lmtrain.models.layers.quantized import FORMATS, QUANTIZED
-from lmtrain.models.params import flatten
-from lmtrain.models.quantization import copies, has_copy, storage_of, stored, take_scales
+from lmtrain.models.params import copies, flatten, has_copy, storage_of, stored, take_scales
 from lmtrain.objectives.cross_entropy import CrossEntropy
 from lmtrain.train.step.step import TrainStep
 

@@ -3,12 +3,12 @@
 import pytest
 
 from lmtrain.config.describe import sections_of
-from lmtrain.config.errors import UserError
 from lmtrain.models.config import ModelConfig
 from lmtrain.models.decoder import Decoder
 from lmtrain.models.gpt2.config import Gpt2Config
 from lmtrain.models.gpt2.model import Gpt2LM
 from lmtrain.models.registry import build_model, family_of, hf_family
+from lmtrain.runtime.errors import UserError
 
 
 def test_a_gpt2_config_gives_a_gpt2_with_that_config_and_vocabulary():

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from forked import Forked, fake_devices
 
-from lmtrain.runtime.config import DistributedConfig
+from lmtrain.run.execution import DistributedConfig
 from lmtrain.runtime.distributed import start_processes
 
 DEVICES = 4

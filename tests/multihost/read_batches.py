@@ -9,9 +9,9 @@ import json
 import numpy as np
 from multihost.processes import join_processes
 
-from lmtrain.data.batch_sizes import BatchSizes
 from lmtrain.data.batches import TrainSource, iterate
 from lmtrain.data.caches import build_mixture, open_store
+from lmtrain.data.config import BatchSizes
 from lmtrain.preprocess.prepare import find_caches
 from lmtrain.run.config import RunConfig, data_seed
 

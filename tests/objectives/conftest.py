@@ -2,7 +2,7 @@
 
 import pytest
 
-import lmtrain.objectives.logits as logits_module
+import lmtrain.objectives.chunked_sums as logits_module
 
 # rows of a chunk: all, half, one at a time, and sizes that do not divide the twelve rows, so the last chunk is padded
 ROWS = [12, 6, 1, 5, 7]

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from lmtrain.objectives.logits import Chunks, rows_at_once
+from lmtrain.objectives.chunked_sums import Chunks, rows_at_once
 
 
 @pytest.mark.parametrize("kind", ["gpu", "tpu"])

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from objectives.test_row_losses import HEAD, HIDDEN, B, D, S, V
 
-from lmtrain.objectives.sample_targets import _BLOCK, sample_targets
+from lmtrain.objectives.cross_entropy import _BLOCK, sample_targets
 
 DRAWS = 4000
 

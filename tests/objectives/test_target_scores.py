@@ -4,7 +4,7 @@ import jax
 import numpy as np
 from objectives.test_row_losses import HEAD, HIDDEN, TARGETS
 
-from lmtrain.objectives.target_scores import score_targets
+from lmtrain.objectives.row_losses import score_targets
 
 
 def test_scores_are_log_probabilities_and_the_first_of_equal_tokens_is_the_most_likely(chunks):

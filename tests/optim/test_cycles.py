@@ -3,8 +3,7 @@
 import pytest
 from pydantic_core import PydanticCustomError
 
-from lmtrain.optim.config import AdamConfig
-from lmtrain.optim.cycles import Cycle, build_cycles, num_steps
+from lmtrain.optim.config import AdamConfig, Cycle, build_cycles, num_steps
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import matplotlib.image
 
 from lmtrain.optim.config import AdamConfig
-from lmtrain.optim.plot import plot_learning_rate
+from lmtrain.optim.schedules import plot_learning_rate
 
 
 def test_the_rate_is_drawn_over_all_steps(tmp_path):

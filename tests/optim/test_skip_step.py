@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from lmtrain.optim.config import AdamConfig, SkipStepConfig
 from lmtrain.optim.optimizer import build_optimizer
-from lmtrain.optim.skip_step import skip_bad_steps
+from lmtrain.optim.transforms import skip_bad_steps
 
 PARAMS = {"a": np.float32([1, 2]), "b": np.float32([3])}
 DIRECTION = {"a": np.float32([0.48, 0.36]), "b": np.float32([-0.8])}  # of norm 1

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from lmtrain.optim.config import SophiaHConfig
-from lmtrain.optim.sophia import scale_by_sophia
+from lmtrain.optim.transforms import scale_by_sophia
 
 RNG = np.random.default_rng(0)
 PARAMS = {"a": RNG.normal(size=(3, 2)).astype(np.float32), "b": RNG.normal(size=4).astype(np.float32)}

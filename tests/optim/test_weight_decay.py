@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from lmtrain.config.errors import UserError
 from lmtrain.optim.config import AdamConfig
-from lmtrain.optim.weight_decay import decay_mask
+from lmtrain.optim.transforms import decay_mask
+from lmtrain.runtime.errors import UserError
 
 PATHS = [
     "blocks/attn/qkv/bias",

@@ -16,7 +16,7 @@ from models import quick
 from safetensors.numpy import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, pipeline
 
-from lmtrain.generation.sample import SamplingSettings, sample
+from lmtrain.generation.decode import SamplingSettings, sample
 from lmtrain.models.backpack.config import BackpackConfig
 from lmtrain.models.backpack.hf import extra_files, table, to_hf_config
 from lmtrain.models.backpack.model import BackpackLM

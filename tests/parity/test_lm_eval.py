@@ -19,9 +19,7 @@ from lmtrain.models.registry import build_model
 from lmtrain.run.config import RunConfig
 from lmtrain.sharding.config import PartitioningConfig
 from lmtrain.sharding.mesh import build_layout
-from lmtrain.weights.export import build_export
-from lmtrain.weights.gather import gather_tensors
-from lmtrain.weights.write_export import write_export
+from lmtrain.weights.write_export import build_export, gather_tensors, write_export
 
 LENGTH = 64
 FAMILIES = {

@@ -13,9 +13,9 @@ from peft import PeftModel, get_peft_model
 from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM
 
-from lmtrain.config.errors import UserError
 from lmtrain.hf.tokenizer import load_tokenizer
 from lmtrain.lora.model import ADAPTERS, BASE
+from lmtrain.runtime.errors import UserError
 from lmtrain.train.program.program import build_program
 
 pytestmark = [

@@ -12,12 +12,12 @@ from models import quick
 from parity.variants import VARIANTS, VOCAB, make, tokens
 from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
-from lmtrain.config.errors import UserError
-from lmtrain.generation.sample import SamplingSettings, sample
+from lmtrain.generation.decode import SamplingSettings, sample
 from lmtrain.models.interface import Documents
 from lmtrain.models.params import flatten
 from lmtrain.models.registry import build_model, hf_family
 from lmtrain.objectives.cross_entropy import CrossEntropy
+from lmtrain.runtime.errors import UserError
 from lmtrain.weights.hf_config import config_of
 from lmtrain.weights.load_hf import load_hf_params
 

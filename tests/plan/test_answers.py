@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from plan.workers import forked_worker, local_request
 
-from lmtrain.config.errors import UserError
-from lmtrain.plan import answers
-from lmtrain.plan.answers import Plan, quote
+from lmtrain.plan import request
+from lmtrain.plan.request import Plan, quote
+from lmtrain.runtime.errors import UserError
 
 
 def test_without_compiled_steps_it_is_unknown_whether_a_state_that_fits_is_enough():
@@ -52,9 +52,9 @@ def test_a_worker_that_dies_leaves_its_first_part_and_a_reason(monkeypatch, tmp_
     )
     real = subprocess.Popen
     monkeypatch.setattr(
-        answers.subprocess, "Popen", lambda command, **more: real([sys.executable, "-c", script, *command[3:]], **more)
+        request.subprocess, "Popen", lambda command, **more: real([sys.executable, "-c", script, *command[3:]], **more)
     )
-    plan = answers.ask(local_request(True, train_batch_size=4), 60.0)
+    plan = request.ask(local_request(True, train_batch_size=4), 60.0)
     assert plan.program == program
     assert plan.failure.endswith(failure)
 
@@ -66,29 +66,29 @@ def test_a_corrupt_answer_counts_as_missing(monkeypatch, tmp_path):
         started.append(arguments)
         return forked_worker(*arguments)
 
-    monkeypatch.setattr(answers, "_running", worker)
+    monkeypatch.setattr(request, "_running", worker)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     asked = local_request(False)
-    first = answers.ask(asked, 60.0)
-    assert answers.ask(asked, 60.0) == first
+    first = request.ask(asked, 60.0)
+    assert request.ask(asked, 60.0) == first
     assert len(started) == 1
-    path = answers.cache_folder() / asked.key / "program.json"
+    path = request.cache_folder() / asked.key / "program.json"
     for text in ("", '{"a"', "[]", "{}"):
         path.write_text(text)
-        assert answers._read(path.parent, ()) is None
-    assert answers.ask(asked, 60.0) == first
+        assert request._read(path.parent, ()) is None
+    assert request.ask(asked, 60.0) == first
     assert len(started) == 2
     (path.parent / "train.hlo.gz").write_bytes(b"no gzip")
     with pytest.raises(UserError, match=r"corrupt and has been deleted; run the command again"):
-        answers.read_hlo(asked, "train")
-    assert answers.read_hlo(asked, "train") is None
+        request.read_hlo(asked, "train")
+    assert request.read_hlo(asked, "train") is None
 
 
 def test_a_cache_that_cannot_be_written_is_an_error(monkeypatch, tmp_path):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with pytest.raises(UserError, match=r"file/lmtrain/plans: plans cannot be cached: .* set XDG_CACHE_HOME"):
-        answers.ask(local_request(False), 60.0)
+        request.ask(local_request(False), 60.0)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

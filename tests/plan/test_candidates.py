@@ -2,8 +2,7 @@
 
 from plan.workers import request
 
-from lmtrain.plan.candidates import alternatives, parallelisms, to_yaml
-from lmtrain.plan.eight_bit import format_for
+from lmtrain.plan.candidates import alternatives, format_for, parallelisms, to_yaml
 from lmtrain.runtime.accelerators import ACCELERATORS
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from lmtrain.plan.devices import target_config
-from lmtrain.runtime.topologies import KINDS
+from lmtrain.plan.worker import target_config
+from lmtrain.runtime.accelerators import KINDS
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if not kind.startswith("v")])

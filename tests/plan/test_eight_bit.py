@@ -3,9 +3,9 @@
 import pytest
 from plan.workers import request
 
-from lmtrain.plan.answers import Plan
-from lmtrain.plan.eight_bit import compare, lines, with_products
-from lmtrain.run.precision import parse_precision
+from lmtrain.plan.candidates import compare, lines, with_products
+from lmtrain.plan.request import Plan
+from lmtrain.run.execution import parse_precision
 
 FP8 = "p=float32,c=bfloat16,q=fp8"
 
@@ -13,7 +13,7 @@ FP8 = "p=float32,c=bfloat16,q=fp8"
 def figures(seconds, cycles=None):
     rows = [
         {"where": "models/layers/linear.py:68", "eight_bit": True, "flops": 3e12},
-        {"where": "objectives/logits.py:1", "eight_bit": False, "flops": 1e12},
+        {"where": "objectives/chunked_sums.py:1", "eight_bit": False, "flops": 1e12},
     ]
     return {"seconds": {"total": seconds}, "cycles": cycles, "products": rows, "flops": {"eight_bit": 3e12}}
 
@@ -25,7 +25,7 @@ def compared(monkeypatch, with_8_bits, without):
         asked.append(request)
         return Plan({}, {"train": without})
 
-    monkeypatch.setattr("lmtrain.plan.eight_bit.ask", ask)
+    monkeypatch.setattr("lmtrain.plan.candidates.ask", ask)
     found = compare(request().changed({"trainer.mp": FP8}), Plan({}, {"train": with_8_bits}), 60.0)
     assert [(one.config["trainer"]["mp"], one.steps) for one in asked] == [("p=float32,c=bfloat16", ("train",))]
     return found
@@ -53,7 +53,7 @@ def test_they_pay_if_they_save_time_by_the_estimate_or_else_by_the_bound(monkeyp
 def test_the_products_of_both_kinds_are_shown_with_their_sources():
     assert list(lines(figures(1.0), None)) == [
         "  8 bits      75 %: 3 TFLOP models/layers/linear.py:68",
-        "  16 or more  25 %: 1 TFLOP objectives/logits.py:1",
+        "  16 or more  25 %: 1 TFLOP objectives/chunked_sums.py:1",
     ]
 
 

@@ -4,9 +4,9 @@ import pytest
 from conftest import TOKENIZER
 
 from lmtrain.commands.arguments import Parser, parse_run
-from lmtrain.config.errors import UserError
 from lmtrain.data.config import DataConfig
 from lmtrain.plan.known_models import find_vocab_size, with_model_sizes
+from lmtrain.runtime.errors import UserError
 
 
 def data(**values) -> DataConfig:

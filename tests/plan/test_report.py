@@ -3,8 +3,8 @@
 import pytest
 from plan.workers import request
 
-from lmtrain.plan.answers import Plan
 from lmtrain.plan.report import advice_lines, as_json, memory_lines, step_lines, verdict
+from lmtrain.plan.request import Plan
 from lmtrain.plan.search import Search, Trial
 from lmtrain.runtime.accelerators import ACCELERATORS
 

@@ -7,7 +7,7 @@ from plan.workers import MODEL, request
 from lmtrain.plan.known_models import teacher_config
 from lmtrain.plan.request import Request, Target
 from lmtrain.run.config import RunConfig
-from lmtrain.runtime.topologies import find_topology
+from lmtrain.runtime.accelerators import find_topology
 
 
 def test_a_request_survives_json_and_its_key_depends_on_the_program():

@@ -6,11 +6,10 @@ from pathlib import Path
 
 from forked import Forked
 
-from lmtrain.plan.answers import Plan
 from lmtrain.plan.candidates import parallelisms
-from lmtrain.plan.request import Request, Target
+from lmtrain.plan.request import Plan, Request, Target
 from lmtrain.run.config import RunConfig
-from lmtrain.runtime.topologies import find_topology
+from lmtrain.runtime.accelerators import find_topology
 
 MODEL = {"hidden_dim": 64, "num_heads": 4, "num_layers": 2, "seq_len": 64}
 

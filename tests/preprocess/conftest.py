@@ -7,7 +7,7 @@ import pytest
 from cache_building import build_cache
 
 from lmtrain.data.config import DataConfig
-from lmtrain.hf.learn_tokenizer import learn_bpe
+from lmtrain.hf.extend_tokenizer import learn_bpe
 from lmtrain.hf.tokenizer import save_tokenizer
 
 NAMES = ["a.jsonl", "b.jsonl", "c.jsonl"]

@@ -9,11 +9,10 @@ import pytest
 from cache_building import build_cache
 from preprocess.conftest import NAMES, config, contents, lines, mtimes
 
-from lmtrain.config.errors import UserError
-from lmtrain.data.cache_manifest import load_manifest
-from lmtrain.data.shards import Shards
+from lmtrain.data.cache_manifest import Shards, load_manifest
 from lmtrain.data.token_store import TokenStore
 from lmtrain.hf.tokenizer import load_tokenizer
+from lmtrain.runtime.errors import UserError
 
 
 def test_the_cache_has_the_tokens_of_all_files_in_order(work, cache):

@@ -2,8 +2,8 @@
 
 import pytest
 
-from lmtrain.config.errors import UserError
-from lmtrain.preprocess.cache_match import check_recipe, check_sources
+from lmtrain.preprocess.recipe import check_recipe, check_sources
+from lmtrain.runtime.errors import UserError
 
 
 def source(url, content="x", start=None):

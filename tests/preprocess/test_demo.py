@@ -6,8 +6,8 @@ import sysconfig
 
 import pytest
 
-from lmtrain.preprocess import demo
-from lmtrain.preprocess.demo import file_names, write_demo_corpus
+from lmtrain.preprocess import prepare_demo
+from lmtrain.preprocess.prepare_demo import file_names, write_demo_corpus
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def library(tmp_path, monkeypatch):
 
 @pytest.fixture
 def small_is_enough(monkeypatch):
-    monkeypatch.setattr(demo, "MINIMUM_BYTES", 1000)
+    monkeypatch.setattr(prepare_demo, "MINIMUM_BYTES", 1000)
 
 
 def documents(folder):
@@ -73,4 +73,4 @@ def test_a_too_small_or_missing_library_is_an_error_and_writes_nothing(library, 
 def test_the_library_of_the_running_python_is_large_enough(tmp_path):
     documents_written, size = write_demo_corpus(str(tmp_path))
     assert documents_written > 500
-    assert size >= demo.MINIMUM_BYTES
+    assert size >= prepare_demo.MINIMUM_BYTES

@@ -10,10 +10,10 @@ import struct
 import pytest
 import zstandard
 
-from lmtrain.config.errors import UserError
 from lmtrain.preprocess.documents import DocumentReader, read_texts
 from lmtrain.preprocess.records import Texts
 from lmtrain.preprocess.sources import describe_source, split_source
+from lmtrain.runtime.errors import UserError
 
 COMPRESS = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress, "zst": zstandard.compress}
 # varied enough that half of a compressed file has some documents

@@ -4,11 +4,11 @@ import importlib.util
 
 import pytest
 
-from lmtrain.config.errors import UserError
 from lmtrain.preprocess.executor import choose_executor
-from lmtrain.runtime.config import RayConfig
+from lmtrain.run.execution import RayConfig
+from lmtrain.runtime.errors import UserError
+from lmtrain.runtime.logging import ALONE, Processes
 from lmtrain.runtime.machine import usable_cores
-from lmtrain.runtime.processes import ALONE, Processes
 
 SEVERAL = Processes(1, 3, "host:1234")
 

@@ -12,13 +12,13 @@ import pytest
 import zstandard
 from pyarrow import parquet
 
-from lmtrain.config.errors import UserError
 from lmtrain.preprocess import formats
 from lmtrain.preprocess.documents import DocumentReader
 from lmtrain.preprocess.formats import RecordLimit
 from lmtrain.preprocess.instructions import Completions
 from lmtrain.preprocess.records import Texts, TokenIds
 from lmtrain.preprocess.sources import describe_source
+from lmtrain.runtime.errors import UserError
 
 TEXTS = ["one", "zwei äöü 🙂", "", " three\t", 'quote " and \\ and ]', "a" * 5000]
 

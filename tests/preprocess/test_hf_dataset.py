@@ -4,12 +4,12 @@ import json
 
 import pytest
 
-from lmtrain.config.errors import UserError
 from lmtrain.data.config import SourceConfig
 from lmtrain.preprocess import hf_dataset
 from lmtrain.preprocess.documents import DocumentReader
 from lmtrain.preprocess.hf_dataset import DatasetRows, dataset_splits, list_dataset_shards
 from lmtrain.preprocess.records import Texts
+from lmtrain.runtime.errors import UserError
 
 
 @pytest.fixture

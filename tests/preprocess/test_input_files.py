@@ -7,8 +7,8 @@ import socket
 import fsspec
 import pytest
 
-from lmtrain.config.errors import UserError
 from lmtrain.preprocess.input_files import FilesMissingError, expand_urls, format_of
+from lmtrain.runtime.errors import UserError
 
 
 def make(folder, *names, content=b"text"):

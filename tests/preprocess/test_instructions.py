@@ -10,11 +10,9 @@ from cache_building import build_cache
 from chat_tokenizer import CONVERSATION, MARKED, PLAIN, write_chat_tokenizer, write_chats
 from pyarrow import parquet
 
-from lmtrain.config.errors import UserError
-from lmtrain.data.cache_manifest import load_manifest
+from lmtrain.data.cache_manifest import Shards, load_manifest
 from lmtrain.data.caches import Cache, open_store
 from lmtrain.data.config import DataConfig
-from lmtrain.data.shards import Shards
 from lmtrain.hf import chat_template
 from lmtrain.hf.chat_template import find_template
 from lmtrain.hf.find_tokenizer import open_in_transformers
@@ -28,6 +26,7 @@ from lmtrain.preprocess.sources import describe_source
 from lmtrain.preprocess.split_cache import find_cache
 from lmtrain.preprocess.tokenize import tokenize
 from lmtrain.preprocess.write_shard import WARNINGS
+from lmtrain.runtime.errors import UserError
 
 CHAT = DataConfig(format={"type": "chat"})
 COMPLETION = DataConfig(enforce_eos=False, enforce_bos=True, format={"type": "completion"})

@@ -5,9 +5,9 @@ import os
 import pytest
 from conftest import TRAIN_FILES
 
-from lmtrain.config.errors import UserError
 from lmtrain.hf.find_tokenizer import open_tokenizer
 from lmtrain.preprocess.learn import check_output, learn_from_files
+from lmtrain.runtime.errors import UserError
 
 
 @pytest.fixture(autouse=True)

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from lmtrain.config.errors import RunError, UserError
 from lmtrain.data.config import DataConfig
-from lmtrain.preprocess import local
-from lmtrain.preprocess.local import run_locally
+from lmtrain.preprocess import executor
+from lmtrain.preprocess.executor import run_locally
 from lmtrain.preprocess.sources import Source, describe_source
 from lmtrain.preprocess.write_shard import ShardJob
+from lmtrain.runtime.errors import RunError, UserError
 from lmtrain.runtime.machine import usable_cores
 
 DEADLINE_SECONDS = 300
@@ -24,7 +24,7 @@ DEADLINE_SECONDS = 300
 PARENT = """
 import sys
 
-from lmtrain.preprocess.local import run_locally
+from lmtrain.preprocess.executor import run_locally
 from lmtrain.preprocess.write_shard import ShardJob
 from lmtrain.preprocess.sources import Source
 from lmtrain.data.config import DataConfig
@@ -170,7 +170,7 @@ def test_the_limit_of_open_files_is_an_error_with_what_to_raise(tmp_path, monkey
     def start(*_):
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
-    monkeypatch.setattr(local, "ProcessPoolExecutor", start)
+    monkeypatch.setattr(executor, "ProcessPoolExecutor", start)
     job = ShardJob(Source("a.jsonl", 0, ""), str(tmp_path / "a"), DataConfig(), {})
     with pytest.raises(UserError, match=r"too many open files.*ulimit -n"):
         list(run_locally([job], lambda counts: None, lambda: False, 1))

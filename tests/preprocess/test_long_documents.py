@@ -11,8 +11,7 @@ from tokenizers import Tokenizer, normalizers, pre_tokenizers
 from lmtrain.data.config import DataConfig
 from lmtrain.hf.find_tokenizer import open_tokenizer
 from lmtrain.preprocess.documents import read_texts
-from lmtrain.preprocess.long_documents import can_split, split_document
-from lmtrain.preprocess.tokenize import tokenize
+from lmtrain.preprocess.tokenize import can_split, split_document, tokenize
 
 TOKENIZER_JSON = json.loads((TOKENIZER / "tokenizer.json").read_text())
 TEXT = "\n".join(text for text in read_texts(TRAIN_FILES[0], "text"))

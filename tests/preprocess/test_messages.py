@@ -7,7 +7,6 @@ import pytest
 from chat_tokenizer import write_chat_tokenizer
 from pyarrow import parquet
 
-from lmtrain.config.errors import UserError
 from lmtrain.data.config import DataConfig
 from lmtrain.hf.chat_template import find_template
 from lmtrain.hf.find_tokenizer import open_in_transformers
@@ -18,6 +17,7 @@ from lmtrain.preprocess.recipe import chat_template_of
 from lmtrain.preprocess.record_reader import record_reader
 from lmtrain.preprocess.records import BadRecordError
 from lmtrain.preprocess.sources import describe_source
+from lmtrain.runtime.errors import UserError
 
 ASKED = [{"role": "user", "content": "Who counts?"}, {"role": "assistant", "content": "The robot."}]
 

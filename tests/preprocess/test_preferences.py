@@ -10,12 +10,10 @@ from conftest import TOKENIZER
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmtrain.config.errors import UserError
-from lmtrain.data.cache_manifest import load_manifest
+from lmtrain.data.cache_manifest import Shards, load_manifest
 from lmtrain.data.caches import Cache, open_store
 from lmtrain.data.config import DataConfig
-from lmtrain.data.pairs import PairWindows
-from lmtrain.data.shards import Shards
+from lmtrain.data.windows import PairWindows
 from lmtrain.hf.tokenizer import load_tokenizer
 from lmtrain.preprocess.documents import DocumentReader
 from lmtrain.preprocess.recipe import chat_template_of, recipe_of
@@ -23,6 +21,7 @@ from lmtrain.preprocess.record_reader import record_reader
 from lmtrain.preprocess.records import BadRecordError, EqualAnswersError, read_document
 from lmtrain.preprocess.sources import describe_source
 from lmtrain.preprocess.tokenize import tokenize
+from lmtrain.runtime.errors import UserError
 
 ASK, GOOD, BAD = (
     {"role": role, "content": text} for role, text in (("user", "Who?"), ("assistant", "Me."), ("assistant", "No one."))

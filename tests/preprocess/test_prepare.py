@@ -9,19 +9,19 @@ from types import SimpleNamespace
 import pytest
 from cache_building import build_cache
 
-from lmtrain.config.errors import UserError
 from lmtrain.data.config import DataConfig
-from lmtrain.preprocess import build
+from lmtrain.preprocess import prepare
 from lmtrain.preprocess.executor import LOCAL
 from lmtrain.preprocess.prepare import SplitCaches, find_caches, shared_text, start_build
 from lmtrain.run.config import RunConfig
-from lmtrain.runtime.processes import Processes
+from lmtrain.runtime.errors import UserError
+from lmtrain.runtime.logging import Processes
 
 
 def test_ray_is_required_only_for_missing_shards(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(build, "Build", lambda caches, executor, follows: SimpleNamespace(start=lambda: executor))
+    monkeypatch.setattr(prepare, "Build", lambda caches, executor, follows: SimpleNamespace(start=lambda: executor))
     finished, missing = (SimpleNamespace(complete=is_complete) for is_complete in (True, False))
     several = Processes(1, 2, "host:1234")
     assert start_build(RunConfig(), SplitCaches({"": finished}, {"": finished}), several) is LOCAL

@@ -4,11 +4,11 @@ import sysconfig
 
 import pytest
 
-from lmtrain.config.errors import UserError
 from lmtrain.data.config import DataConfig
 from lmtrain.hf.tokenizer import load_tokenizer
-from lmtrain.preprocess import demo, prepare_demo
+from lmtrain.preprocess import prepare_demo
 from lmtrain.preprocess.input_files import expand_urls
+from lmtrain.runtime.errors import UserError
 
 
 @pytest.fixture
@@ -18,7 +18,7 @@ def library(tmp_path, monkeypatch):
     for i in range(200):
         (folder / f"m{i}.py").write_text(f"def function_{i}(argument):\n    return argument + {i}\n")
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(folder)})
-    monkeypatch.setattr(demo, "MINIMUM_BYTES", 1000)
+    monkeypatch.setattr(prepare_demo, "MINIMUM_BYTES", 1000)
     return folder
 
 
@@ -64,6 +64,6 @@ def test_a_config_without_the_demo_creates_nothing(tmp_path, monkeypatch):
 
 
 def test_a_too_small_library_is_a_user_error(library, tmp_path, monkeypatch):
-    monkeypatch.setattr(demo, "MINIMUM_BYTES", 10**9)
+    monkeypatch.setattr(prepare_demo, "MINIMUM_BYTES", 10**9)
     with pytest.raises(UserError, match=r"holds 0\.0 MB of Python source"):
         prepare_demo.prepare_demo(DataConfig(demo=str(tmp_path / "demo")))

@@ -413,8 +413,8 @@ def test_each_core_has_one_waiting_task_at_most(cluster, tmp_path):
 def test_a_task_whose_workers_or_nodes_all_die_is_an_error_that_names_its_source(monkeypatch, error):
     import ray
 
-    from lmtrain.config.errors import UserError
     from lmtrain.preprocess import ray_cluster
+    from lmtrain.runtime.errors import UserError
 
     def get(reference):
         raise getattr(ray.exceptions, error)(*["lost"] * (error == "NodeDiedError"))
@@ -426,8 +426,8 @@ def test_a_task_whose_workers_or_nodes_all_die_is_an_error_that_names_its_source
 
 
 def test_a_missing_cluster_is_an_error_that_names_its_address(config, lmtrain, monkeypatch):
-    from lmtrain.config.errors import UserError
     from lmtrain.preprocess import ray_cluster
+    from lmtrain.runtime.errors import UserError
 
     monkeypatch.setattr(ray_cluster, "_CONNECT_SECONDS", 0)
     nowhere = f"127.0.0.1:{free_port()}"

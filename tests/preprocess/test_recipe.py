@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 from tokenizers.processors import TemplateProcessing
 
-from lmtrain.config.errors import UserError
 from lmtrain.data.config import DataConfig
+from lmtrain.hf.extend_tokenizer import learn_bpe
 from lmtrain.hf.find_tokenizer import open_tokenizer
-from lmtrain.hf.learn_tokenizer import learn_bpe
 from lmtrain.hf.tokenizer import load_tokenizer, save_tokenizer
 from lmtrain.preprocess.recipe import chat_template_of, check_special_tokens, recipe_of, token_dtype
+from lmtrain.runtime.errors import UserError
 
 
 @pytest.mark.parametrize(("vocab_size", "dtype"), [(1, "<u2"), (65536, "<u2"), (65537, "<u4"), (256000, "<u4")])

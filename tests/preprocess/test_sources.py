@@ -5,7 +5,6 @@ import gzip
 import fsspec
 import pytest
 
-from lmtrain.config.errors import UserError
 from lmtrain.data.config import DataConfig
 from lmtrain.hf.find_tokenizer import open_tokenizer
 from lmtrain.preprocess.input_files import FilesMissingError
@@ -17,6 +16,7 @@ from lmtrain.preprocess.sources import (
     source_checksums,
     split_source,
 )
+from lmtrain.runtime.errors import UserError
 
 
 def make(folder, *names, content=b"text"):

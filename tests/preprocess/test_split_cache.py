@@ -8,13 +8,13 @@ import pytest
 from cache_building import build_cache
 from preprocess.conftest import NAMES, config, contents, lines
 
-from lmtrain.config.errors import UserError
 from lmtrain.data.cache_manifest import load_manifest
-from lmtrain.hf.learn_tokenizer import learn_bpe
+from lmtrain.hf.extend_tokenizer import learn_bpe
 from lmtrain.hf.tokenizer import load_tokenizer, save_tokenizer
 from lmtrain.preprocess.sources import source_checksums
 from lmtrain.preprocess.split_cache import find_cache
 from lmtrain.preprocess.write_shard import build_shard
+from lmtrain.runtime.errors import UserError
 
 
 def refusal(wanted):

@@ -5,8 +5,8 @@ import struct
 import numpy as np
 import pytest
 
-from lmtrain.config.errors import UserError
-from lmtrain.preprocess.token_headers import read_llm_c, read_numpy
+from lmtrain.preprocess.token_types import read_llm_c, read_numpy
+from lmtrain.runtime.errors import UserError
 
 
 def llm_c(magic, version, order="<"):

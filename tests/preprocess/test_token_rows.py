@@ -7,12 +7,12 @@ import pytest
 from token_files import EOS, documents
 from token_windows import SEQ_LEN, assert_same, config, expected, rows, windows
 
-from lmtrain.config.errors import UserError
 from lmtrain.data.config import DataConfig
+from lmtrain.preprocess.record_reader import TokenRows
 from lmtrain.preprocess.records import BadRecordError
 from lmtrain.preprocess.show import first_documents
 from lmtrain.preprocess.split_cache import find_cache
-from lmtrain.preprocess.token_rows import TokenRows
+from lmtrain.runtime.errors import UserError
 
 READER = TokenRows("input_ids", 100)
 IDS = [5, 6, 7, 8]

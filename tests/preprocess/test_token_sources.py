@@ -11,16 +11,16 @@ from pydantic import ValidationError
 from token_files import EOS, begun, documents, ended, llm_c, megatron, nano_gpt, numpy_array
 from token_windows import SEQ_LEN, assert_same, config, expected, rows, windows
 
-from lmtrain.config.errors import UserError
+from lmtrain.data.cache_manifest import Shards
 from lmtrain.data.caches import open_store
 from lmtrain.data.config import DataConfig
-from lmtrain.data.shards import Shards
 from lmtrain.data.token_store import document_starts
 from lmtrain.data.verification import verify
 from lmtrain.hf.find_tokenizer import open_tokenizer
 from lmtrain.preprocess.show import first_documents
 from lmtrain.preprocess.sources import list_sources
 from lmtrain.preprocess.split_cache import find_cache
+from lmtrain.runtime.errors import UserError
 
 
 @pytest.fixture(autouse=True)

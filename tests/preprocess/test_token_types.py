@@ -10,9 +10,9 @@ import zipfile
 import numpy as np
 import pytest
 
-from lmtrain.config.errors import UserError
-from lmtrain.data.sampled import sample_checksum
+from lmtrain.data.token_file import sample_checksum
 from lmtrain.preprocess.token_types import check_content
+from lmtrain.runtime.errors import UserError
 
 IDS = 100_001
 

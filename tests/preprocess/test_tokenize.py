@@ -5,7 +5,7 @@ import pytest
 import tokenizers
 
 from lmtrain.data.config import DataConfig
-from lmtrain.hf.learn_tokenizer import learn_bpe
+from lmtrain.hf.extend_tokenizer import learn_bpe
 from lmtrain.hf.tokenizer import load_tokenizer, save_tokenizer
 from lmtrain.preprocess.records import InstructionText
 from lmtrain.preprocess.tokenize import tokenize

@@ -8,11 +8,11 @@ import pytest
 import tokenizers
 from array_record.python.array_record_module import ArrayRecordReader
 
-from lmtrain.config.errors import UserError
 from lmtrain.data.config import DataConfig
 from lmtrain.preprocess import write_shard as shard
 from lmtrain.preprocess.sources import describe_source
 from lmtrain.preprocess.write_shard import ShardJob, build_shard
+from lmtrain.runtime.errors import UserError
 
 BLOCK = 16384  # part of the file format, which must not change unnoticed
 

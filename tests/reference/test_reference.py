@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from lmtrain.commands.arguments import Parser, parse_run
-from lmtrain.commands.model_flags import add_model_flags
-from lmtrain.config.errors import UserError
+from lmtrain.commands.arguments import Parser, add_model_flags, parse_run
 from lmtrain.config.load import load_config
 from lmtrain.run.config import RunConfig
+from lmtrain.runtime.errors import UserError
 
 BLOCKS = Path(__file__).with_name("blocks.md").read_text()
 YAML = re.findall(r"```yaml\n(.*?)```", BLOCKS, re.DOTALL)

@@ -14,9 +14,8 @@ import numpy as np
 
 from lmtrain.hf.find_tokenizer import open_tokenizer
 from lmtrain.hf.key_map import Piece, Row
-from lmtrain.weights.export import Export
 from lmtrain.weights.export_folder import ModelOrigin
-from lmtrain.weights.write_export import write_export
+from lmtrain.weights.write_export import Export, write_export
 
 ORIGIN = ModelOrigin("run", "data")
 _CHANGES = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree"}

@@ -11,14 +11,13 @@ import pytest
 from lmtrain.checkpoint import staging as module
 from lmtrain.checkpoint.arrays import load_arrays
 from lmtrain.checkpoint.checkpointer import Checkpointer, SaveError
-from lmtrain.checkpoint.claim import TakenOverError
-from lmtrain.checkpoint.config import CheckpointerConfig
+from lmtrain.checkpoint.config import CheckpointerConfig, Kind
 from lmtrain.checkpoint.discovery import find_checkpoints, list_checkpoints
-from lmtrain.checkpoint.policies import Kind
+from lmtrain.checkpoint.run_folder import TakenOverError
 from lmtrain.checkpoint.staging import local_copy
 from lmtrain.checkpoint.verify import choose_checkpoint
-from lmtrain.config.errors import UserError
 from lmtrain.runtime import storage
+from lmtrain.runtime.errors import UserError
 from lmtrain.runtime.storage import delete_folder, list_names, rename_folder
 
 

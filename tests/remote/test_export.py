@@ -11,10 +11,9 @@ from lmtrain.models.registry import build_model
 from lmtrain.run.config import RunConfig
 from lmtrain.sharding.config import PartitioningConfig
 from lmtrain.sharding.mesh import build_layout
-from lmtrain.weights.export import build_export
 from lmtrain.weights.hf_config import config_of
 from lmtrain.weights.load_hf import load_hf_params
-from lmtrain.weights.write_export import write_export
+from lmtrain.weights.write_export import build_export, write_export
 
 CONFIG = RunConfig.model_validate({"model": {"type": "llama", **SIZES, **LLAMA}}).model
 MODEL = build_model(CONFIG, 90)

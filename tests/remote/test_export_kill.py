@@ -13,7 +13,7 @@ import pytest
 from remote.killed_export import ORIGIN, export_step_4
 from remote.proxy import Reply, Request
 
-from lmtrain.config.errors import UserError
+from lmtrain.runtime.errors import UserError
 from lmtrain.runtime.storage import delete_file, list_files, list_names, read_bytes, write_bytes
 from lmtrain.weights.export_folder import (
     PARTIAL,

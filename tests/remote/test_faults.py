@@ -19,11 +19,10 @@ from servers import free_ports
 from lmtrain.checkpoint import arrays
 from lmtrain.checkpoint.arrays import load_arrays
 from lmtrain.checkpoint.checkpointer import Checkpointer, SaveError
-from lmtrain.checkpoint.policies import Kind
+from lmtrain.checkpoint.config import Kind
 from lmtrain.checkpoint.staging import local_copy
-from lmtrain.config import retries
-from lmtrain.config.errors import UserError
-from lmtrain.runtime import storage
+from lmtrain.runtime import retries, storage
+from lmtrain.runtime.errors import UserError
 from lmtrain.weights.write_export import write_export
 
 SMALL = {"w": jnp.arange(6, dtype=jnp.float32)}

@@ -8,8 +8,8 @@ import pytest
 from cache_building import build_cache
 from web import QuietFiles, serving
 
-from lmtrain.config.errors import UserError
 from lmtrain.data.config import DataConfig
+from lmtrain.runtime.errors import UserError
 
 SECRET = "planted-0123456789"
 SIGNED = (

@@ -15,7 +15,6 @@ from cache_building import build_cache
 from conftest import TOKENIZER
 from token_files import documents, llm_c, megatron
 
-from lmtrain.config.errors import UserError
 from lmtrain.config.yaml_loader import load_file
 from lmtrain.data.cache_manifest import load_manifest
 from lmtrain.data.caches import open_store
@@ -24,6 +23,7 @@ from lmtrain.preprocess.executor import Executor
 from lmtrain.preprocess.split_cache import find_cache
 from lmtrain.preprocess.write_shard import build_shard
 from lmtrain.runtime import storage
+from lmtrain.runtime.errors import UserError
 
 # In the order of the sources below, one shard each; more than the minimum that a mirror keeps.
 NAMES = [f"{letter}{number}.jsonl.gz" for letter in "ba" for number in range(5)]

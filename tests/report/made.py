@@ -9,9 +9,8 @@ from pathlib import Path
 import matplotlib.image
 import numpy as np
 
-from lmtrain.report.find import find_run
 from lmtrain.report.page import script
-from lmtrain.report.run import LoggedRun, read_run
+from lmtrain.report.run import LoggedRun, find_run, read_run
 
 WITHOUT_END = {"meta", "br", "img", "link", "input", "hr"}
 

@@ -5,8 +5,7 @@ import json
 import pytest
 from report.made import read, training, write_complete, write_log
 
-from lmtrain.report.chart_data import plot_data, run_data, seconds_by_step, tokens_by_step
-from lmtrain.report.plots import choose_plots
+from lmtrain.report.plots import choose_plots, plot_data, run_data, seconds_by_step, tokens_by_step
 
 
 def log(folder, steps, **metrics):

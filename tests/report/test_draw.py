@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from report.made import pixels
 
+from lmtrain.report.charts import light
 from lmtrain.report.curve import thin
 from lmtrain.report.draw import draw, to_png
 from lmtrain.report.plots import Line, Plot
-from lmtrain.report.theme import light
 
 STEPS = np.arange(1, 1001)
 NOISY = 3 + np.random.default_rng(0).normal(0, 0.2, 1000)

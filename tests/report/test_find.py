@@ -5,8 +5,8 @@ import os
 import pytest
 from report.made import training, write_log
 
-from lmtrain.config.errors import UserError
-from lmtrain.report.find import RunFiles, find_run, find_runs, name_runs
+from lmtrain.report.run import RunFiles, find_run, find_runs, name_runs
+from lmtrain.runtime.errors import UserError
 
 
 @pytest.fixture

@@ -23,10 +23,10 @@ from report.made import (
     write_samples,
 )
 
-from lmtrain.config.errors import UserError
+from lmtrain.report.charts import light
 from lmtrain.report.page import build_page, script, script_source, write_report
 from lmtrain.report.plots import choose_plots
-from lmtrain.report.theme import light
+from lmtrain.runtime.errors import UserError
 
 HOSTILE = "</script><script>alert(1)</script><!--\"'><img src=x onerror=alert(1)>&amp;${x}{{ x }}"
 

@@ -15,9 +15,8 @@ from report.made import (
     write_samples,
 )
 
-from lmtrain.config.errors import UserError
-from lmtrain.report.find import find_run
-from lmtrain.report.run import read_run, read_samples
+from lmtrain.report.run import find_run, read_run, read_samples
+from lmtrain.runtime.errors import UserError
 
 
 def test_a_complete_run(tmp_path):

@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from lmtrain.report.curve import thin
-from lmtrain.report.smooth import is_noisy, smooth, visible_range
+from lmtrain.report.curve import is_noisy, smooth, thin, visible_range
 
 STEPS = np.arange(1, 2001)
 TREND = 3 + 8 * np.exp(-STEPS / 40)

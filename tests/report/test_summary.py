@@ -5,7 +5,7 @@ import math
 import pytest
 from report.made import read, training, write_complete, write_log
 
-from lmtrain.report.summary import format_value, summarize
+from lmtrain.report.tables import format_value, summarize
 
 
 def figures(run) -> dict[str, tuple[str, str]]:

@@ -4,8 +4,8 @@ import time
 
 from report.made import attempt, read, training, write_complete, write_config, write_ledger, write_log
 
-from lmtrain.report.summary import Cell
 from lmtrain.report.tables import (
+    Cell,
     Table,
     attempts_table,
     differences_table,

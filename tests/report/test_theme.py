@@ -2,7 +2,7 @@
 
 import pytest
 
-from lmtrain.report.theme import COLOURS, CURVES, TIMES, css_variables
+from lmtrain.report.charts import COLOURS, CURVES, TIMES, css_variables
 from lmtrain.tracking.goodput import DOWN, KINDS, LOST
 
 

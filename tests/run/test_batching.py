@@ -5,9 +5,8 @@ import re
 import pytest
 from pydantic import ValidationError
 
-from lmtrain.config.errors import UserError
-from lmtrain.run.batching import Batching, check_seq_len, choose_batching
-from lmtrain.run.trainer import TrainerConfig
+from lmtrain.run.trainer import Batching, TrainerConfig, check_seq_len, choose_batching
+from lmtrain.runtime.errors import UserError
 
 
 def plan(batch: int, shards: int, per_device: int = -1, per_device_eval: int = -1) -> Batching:

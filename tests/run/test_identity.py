@@ -5,10 +5,10 @@ import json
 import pytest
 from run.configs import build
 
-from lmtrain.config.errors import UserError
-from lmtrain.config.setting import Role, settings_of
+from lmtrain.config.section import Role, settings_of
 from lmtrain.run.config import RunConfig, resolved
-from lmtrain.run.identity import identity, run_id, without_tunable
+from lmtrain.run.run import identity, run_id, without_tunable
+from lmtrain.runtime.errors import UserError
 
 SOURCES = {"data__train_urls": None, "data__configs": {"a": {"train_urls": ["a.jsonl"]}, "b": {"id": "owner/b"}}}
 WANDB = {"type": "wandb", "id": "from-wandb"}

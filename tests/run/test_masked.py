@@ -3,10 +3,10 @@
 import pytest
 import yaml
 
-from lmtrain.config.errors import UserError
 from lmtrain.config.load import load_config
 from lmtrain.run.config import RunConfig, resolved
-from lmtrain.run.masked import fill_masked, require_secrets
+from lmtrain.run.run import fill_masked, require_secrets
+from lmtrain.runtime.errors import UserError
 
 WANDB = {"type": "wandb", "settings": {"api_key": "wandb-key"}, "config": {"deep": {"password": 12345678}}}
 SETTINGS = {

@@ -3,7 +3,7 @@
 import pytest
 from pydantic import ValidationError
 
-from lmtrain.run.precision import Precision, parse_precision
+from lmtrain.run.execution import Precision, parse_precision
 from lmtrain.run.trainer import TrainerConfig
 
 F32, BF16 = "float32", "bfloat16"

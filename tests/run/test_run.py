@@ -2,12 +2,12 @@
 
 import pytest
 
-from lmtrain.config.errors import UserError
+from lmtrain.config.describe import show
 from lmtrain.config.load import LoadedConfig, load_config
-from lmtrain.config.show import show
 from lmtrain.config.tree import Origin
 from lmtrain.run.config import RunConfig, resolved
 from lmtrain.run.run import ResolvedSettings, Run, resolve
+from lmtrain.runtime.errors import UserError
 
 
 @pytest.fixture

@@ -3,9 +3,8 @@
 import pytest
 from run.configs import build
 
-from lmtrain.config.errors import UserError
-from lmtrain.run.config import RunConfig
-from lmtrain.run.without_effect import _NEEDS, check_evaluation, without_effect
+from lmtrain.run.config import _NEEDS, RunConfig, check_evaluation, without_effect
+from lmtrain.runtime.errors import UserError
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,11 @@ import threading
 
 import pytest
 
-from lmtrain.runtime.atomic_files import UNUSED_SECONDS, remove_temporaries, write_atomically
+from lmtrain.runtime.storage import UNUSED_SECONDS, remove_temporaries, write_atomically
 
 KILLED_WHILE_WRITING = """
 import os, signal, sys
-from lmtrain.runtime import atomic_files as files
+from lmtrain.runtime import storage as files
 
 def die(number):
     os.kill(os.getpid(), signal.SIGKILL)

@@ -3,7 +3,7 @@
 import pytest
 from pydantic import ValidationError
 
-from lmtrain.runtime.config import DistributedConfig
+from lmtrain.run.execution import DistributedConfig
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
-from lmtrain.config.errors import UserError
-from lmtrain.runtime.config import DistributedConfig
+from lmtrain.run.execution import DistributedConfig
 from lmtrain.runtime.distributed import detects_others, is_alone_on_its_node, start_processes
+from lmtrain.runtime.errors import UserError
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_a_process_alone_on_its_node_uses_all_devices(monkeypatch, variables, se
 
 def test_without_settings_and_launcher_there_is_one_process_and_jax_is_not_imported():
     code = (
-        "import sys; from lmtrain.runtime.config import DistributedConfig as C;"
+        "import sys; from lmtrain.run.execution import DistributedConfig as C;"
         "from lmtrain.runtime.distributed import start_processes as s;"
         "p = s(C()); print(p.index, p.count, p.is_first, 'jax' in sys.modules)"
     )

@@ -9,12 +9,12 @@ import sys
 
 import pytest
 
-from lmtrain.runtime import lock
-from lmtrain.runtime.lock import FileLock
+from lmtrain.runtime import storage
+from lmtrain.runtime.storage import FileLock
 
 HOLD = """
 import sys
-from lmtrain.runtime.lock import FileLock
+from lmtrain.runtime.storage import FileLock
 
 held = FileLock(sys.argv[1])
 print(held.acquire(), flush=True)
@@ -27,7 +27,7 @@ sys.stdin.readline()
 # In each turn, a process creates a file, which fails if another process holds the lock at the same time.
 CONTEND = """
 import os, sys, time
-from lmtrain.runtime.lock import FileLock
+from lmtrain.runtime.storage import FileLock
 
 path, turns, end = sys.argv[1], 0, time.monotonic() + 0.7
 while time.monotonic() < end:
@@ -112,7 +112,7 @@ def test_a_file_that_is_deleted_before_it_is_locked_is_opened_again(path, monkey
     """Between opening and locking, its holder deletes the file and another process creates it again."""
     first, other, ours = FileLock(path), FileLock(path), FileLock(path)
     assert first.acquire()
-    flock, calls = lock.fcntl.flock, []
+    flock, calls = storage.fcntl.flock, []
 
     def slow_flock(descriptor, how):
         if not calls:
@@ -121,7 +121,7 @@ def test_a_file_that_is_deleted_before_it_is_locked_is_opened_again(path, monkey
             assert other.acquire()
         return flock(descriptor, how)
 
-    monkeypatch.setattr(lock.fcntl, "flock", slow_flock)
+    monkeypatch.setattr(storage.fcntl, "flock", slow_flock)
     assert not ours.acquire()
     assert calls
     other.release()
@@ -139,7 +139,7 @@ def refuse_locks(monkeypatch, number):
     def flock(descriptor, how):
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(lock.fcntl, "flock", flock)
+    monkeypatch.setattr(storage.fcntl, "flock", flock)
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS], ids=errno.errorcode.get)

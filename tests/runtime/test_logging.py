@@ -64,7 +64,7 @@ def test_secrets_in_urls_are_masked_also_in_tracebacks_and_messages_of_libraries
 
 
 ERRORS = """
-from lmtrain.config.errors import UserError
+from lmtrain.runtime.errors import UserError
 from lmtrain.runtime.logging import errors_in_files, start_console_log, start_file_log
 
 start_console_log()

@@ -4,8 +4,8 @@ import time
 
 import pytest
 
+from lmtrain.runtime.logging import Processes
 from lmtrain.runtime.lost_processes import ENDED, LostProcesses, describe, last_changes
-from lmtrain.runtime.processes import Processes
 
 
 @pytest.fixture

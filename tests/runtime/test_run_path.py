@@ -2,7 +2,7 @@
 
 import pytest
 
-from lmtrain.runtime.run_path import fill_run_id, run_path
+from lmtrain.runtime.storage import fill_run_id, run_path
 
 
 @pytest.mark.parametrize(

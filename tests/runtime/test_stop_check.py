@@ -2,10 +2,10 @@
 
 import pytest
 
-from lmtrain.runtime import stop_check
-from lmtrain.runtime.processes import ALONE, Processes
+from lmtrain.runtime import distributed
+from lmtrain.runtime.distributed import StopCheck
+from lmtrain.runtime.logging import ALONE, Processes
 from lmtrain.runtime.signals import StoppedError, StopRequest
-from lmtrain.runtime.stop_check import StopCheck
 
 
 def test_a_single_process_checks_for_a_stop_at_every_call():
@@ -25,7 +25,7 @@ def test_several_processes_check_rarely_and_stop_at_the_same_call(monkeypatch):
         calls.append(mine)
         return [mine, len(calls) > 1]
 
-    monkeypatch.setattr(stop_check, "gather", asked)
+    monkeypatch.setattr(distributed, "gather", asked)
     check = StopCheck(Processes(0, 2), StopRequest())
     for _ in range(31):
         check()

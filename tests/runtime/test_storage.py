@@ -3,7 +3,7 @@
 import fsspec
 import pytest
 
-from lmtrain.config.errors import UserError
+from lmtrain.runtime.errors import UserError
 from lmtrain.runtime.storage import (
     check_writable,
     delete_file,

@@ -2,9 +2,8 @@
 
 import pytest
 
-from lmtrain.config.errors import UserError
-from lmtrain.runtime.accelerators import ACCELERATORS
-from lmtrain.runtime.topologies import KINDS, find_topology
+from lmtrain.runtime.accelerators import ACCELERATORS, KINDS, find_topology
+from lmtrain.runtime.errors import UserError
 
 
 @pytest.mark.parametrize(

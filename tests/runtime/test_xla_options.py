@@ -2,10 +2,10 @@
 
 import pytest
 
-from lmtrain.config.errors import UserError
 from lmtrain.run.config import RunConfig
-from lmtrain.run.identity import run_id
-from lmtrain.runtime.xla_options import refused_option, xla_options
+from lmtrain.run.run import run_id
+from lmtrain.runtime.accelerators import refused_option, xla_options
+from lmtrain.runtime.errors import UserError
 from lmtrain.train.program.program import build_program
 
 

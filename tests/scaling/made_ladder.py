@@ -6,8 +6,8 @@ import numpy as np
 import yaml
 from conftest import TOKENIZER, TRAIN_FILES, VALIDATION_FILES
 
-from lmtrain.commands.ladders import read_ladder
-from lmtrain.scaling.law import Law
+from lmtrain.commands.scaling import read_ladder
+from lmtrain.scaling.fit import Law
 from lmtrain.scaling.points import points, trials
 
 LAW = Law(E=1.7, A=400.0, alpha=0.34, B=410.0, beta=0.28)

@@ -4,7 +4,7 @@ import pytest
 from conftest import TRAIN_FILES, VALIDATION_FILES
 from opened_run import open_run
 
-from lmtrain.commands.ladders import train_tokens
+from lmtrain.commands.scaling import train_tokens
 from lmtrain.run.config import RunConfig
 
 

@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from lmtrain.scaling.fit import fit_law
-from lmtrain.scaling.law import Interval, Law
+from lmtrain.scaling.fit import Interval, Law, fit_law
 
 LAW = Law(E=1.7, A=400.0, alpha=0.34, B=410.0, beta=0.28)
 RUNS = [(n, n * ratio) for n in np.geomspace(20e6, 300e6, 5) for ratio in (5, 10, 20, 40)]

@@ -3,11 +3,11 @@
 import pytest
 from scaling.made_ladder import BASE, LADDER, dirs, write_ladder
 
-from lmtrain.commands.ladders import read_ladder
-from lmtrain.config.errors import UserError
+from lmtrain.commands.scaling import read_ladder
 from lmtrain.models.params import count_parameters
 from lmtrain.models.registry import build_model
-from lmtrain.optim.cycles import build_cycles
+from lmtrain.optim.config import build_cycles
+from lmtrain.runtime.errors import UserError
 from lmtrain.scaling.points import best_rates, points, trials
 
 

@@ -5,8 +5,8 @@ import json
 import pytest
 from scaling.made_ladder import BASE, LAW, dirs, write_ladder, write_log, write_results
 
-from lmtrain.commands.ladders import read_fit, read_ladder
-from lmtrain.config.errors import UserError
+from lmtrain.commands.scaling import read_fit, read_ladder
+from lmtrain.runtime.errors import UserError
 from lmtrain.scaling.fitted import check_data, fit_ladder
 from lmtrain.scaling.points import points, trials
 from lmtrain.scaling.results import check, read_results, read_speed, stages

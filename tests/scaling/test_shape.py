@@ -6,7 +6,7 @@ import pytest
 
 from lmtrain.models.llama.config import LlamaConfig
 from lmtrain.scaling.ladder import multiplying_parameters
-from lmtrain.scaling.shape import scaled_model
+from lmtrain.scaling.predict import scaled_model
 
 SMALL = LlamaConfig(hidden_dim=64, intermediate_dim=176, num_heads=4, num_layers=4, seq_len=32)
 LARGE = LlamaConfig(

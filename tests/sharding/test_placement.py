@@ -8,7 +8,7 @@ import optax
 import pytest
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from lmtrain.config.errors import UserError
+from lmtrain.runtime.errors import UserError
 from lmtrain.sharding.config import PartitioningConfig
 from lmtrain.sharding.mesh import Layout, build_layout
 from lmtrain.sharding.placement import LocalPart, constrain, like_parameters, parameter_shardings

@@ -80,7 +80,7 @@ def test_a_mistake_is_not_requeued(cluster, folder, script, options):
 
 DEVICES = """
 import jax
-from lmtrain.runtime.config import DistributedConfig
+from lmtrain.run.execution import DistributedConfig
 from lmtrain.runtime.distributed import start_processes
 start_processes(DistributedConfig())
 gpus = jax.config.read("jax_cuda_visible_devices")

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from lmtrain.tracking import background
-from lmtrain.tracking.background import BackgroundTracker
+from lmtrain.tracking import tracker as module
+from lmtrain.tracking.tracker import BackgroundTracker
 
 
 class Recorder:
@@ -148,7 +148,7 @@ def test_an_artifact_that_cannot_be_stored_is_logged_and_the_tracker_continues(w
 
 
 def test_a_full_queue_drops_calls_which_is_logged_once_and_counted_at_the_end(warnings, monkeypatch):
-    monkeypatch.setattr(background, "_QUEUE_SIZE", 5)
+    monkeypatch.setattr(module, "_QUEUE_SIZE", 5)
     recorder = Recorder()
     tracker = blocked(recorder, queued=4)  # one place in the queue is free
     log_steps(tracker, range(5, 9))
@@ -162,8 +162,8 @@ def test_a_full_queue_drops_calls_which_is_logged_once_and_counted_at_the_end(wa
 
 
 def test_finish_closes_a_tracker_whose_queue_was_full(monkeypatch):
-    monkeypatch.setattr(background, "_QUEUE_SIZE", 4)
-    monkeypatch.setattr(background.BackgroundTracker, "finish_seconds", 3.0)
+    monkeypatch.setattr(module, "_QUEUE_SIZE", 4)
+    monkeypatch.setattr(module.BackgroundTracker, "finish_seconds", 3.0)
     recorder = Recorder()
     tracker = blocked(recorder, queued=4)
     ending = threading.Thread(target=tracker.finish)
@@ -184,7 +184,7 @@ def test_a_tracker_that_fails_while_its_queue_is_full_does_not_delay_the_end():
 
 @pytest.mark.parametrize("hangs", ["in a call", "while it is opened"])
 def test_a_hanging_call_is_logged_once_and_no_queued_call_is_lost(warnings, monkeypatch, hangs):
-    monkeypatch.setattr(background, "_HANGING_SECONDS", -1.0)  # every running call counts as hanging
+    monkeypatch.setattr(module, "_HANGING_SECONDS", -1.0)  # every running call counts as hanging
     recorder = Recorder()
     if hangs == "in a call":
         tracker = blocked(recorder, queued=3)
@@ -210,14 +210,14 @@ def test_a_tracker_that_waits_for_calls_does_not_hang(warnings, monkeypatch):
     deadline = time.monotonic() + 10
     while tracker._busy_since is not None and time.monotonic() < deadline:  # until it waits for the queue again
         time.sleep(0.001)
-    monkeypatch.setattr(background, "_HANGING_SECONDS", -1.0)
+    monkeypatch.setattr(module, "_HANGING_SECONDS", -1.0)
     tracker._warn_if_hanging()
     assert warnings() == []
     tracker.finish()
 
 
 def test_a_tracker_that_does_not_finish_is_abandoned_with_a_warning(warnings, monkeypatch):
-    monkeypatch.setattr(background.BackgroundTracker, "finish_seconds", 0.05)
+    monkeypatch.setattr(module.BackgroundTracker, "finish_seconds", 0.05)
     recorder = Recorder()
     tracker = blocked(recorder)
     tracker.finish()

@@ -7,8 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from lmtrain.runtime import progress
-from lmtrain.tracking.console import Console
-from lmtrain.tracking.live import Evaluated, Shown
+from lmtrain.tracking.console import Console, Evaluated, Shown
 
 SHOWN = Shown(step=1, loss=3.14159, learning_rate=6e-4, tokens_per_second=123_456.7, seconds_per_step=0.25)
 

@@ -6,10 +6,10 @@ import sys
 
 import pytest
 
-from lmtrain.config.errors import UserError
+from lmtrain.runtime.errors import UserError
 from lmtrain.tracking.config import CustomConfig
-from lmtrain.tracking.custom import check_arguments, import_custom
 from lmtrain.tracking.open import check_trackers, open_trackers
+from lmtrain.tracking.tracker import check_arguments, import_custom
 
 WHOLE = """
 import json, os

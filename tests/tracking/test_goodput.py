@@ -6,8 +6,25 @@ import os
 
 import pytest
 
-from lmtrain.tracking.goodput import DOWN, KINDS, LOST, NAME, Attempt, Ledger, read_attempts, total_seconds
-from lmtrain.tracking.timer import COMPILE, DATA, EVALUATION, HOOKS, RESTORE, SAVING, START_UP, STEPS, Timer
+from lmtrain.tracking.goodput import (
+    COMPILE,
+    DATA,
+    DOWN,
+    EVALUATION,
+    HOOKS,
+    KINDS,
+    LOST,
+    NAME,
+    RESTORE,
+    SAVING,
+    START_UP,
+    STEPS,
+    Attempt,
+    Ledger,
+    Timer,
+    read_attempts,
+    total_seconds,
+)
 
 
 class Clocks:

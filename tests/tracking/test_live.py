@@ -10,8 +10,8 @@ import pytest
 from rich.console import Console
 
 from lmtrain.runtime.logging import log, logging_restored, start_console_log
-from lmtrain.tracking import live
-from lmtrain.tracking.live import Evaluated, LiveView, Shown, sparkline, thin
+from lmtrain.tracking import console
+from lmtrain.tracking.console import Evaluated, LiveView, Shown, sparkline, thin
 
 SHOWN = Shown(step=250, loss=3.14159, learning_rate=6e-4, tokens_per_second=123_456.7, seconds_per_step=0.25)
 
@@ -20,7 +20,7 @@ SHOWN = Shown(step=250, loss=3.14159, learning_rate=6e-4, tokens_per_second=123_
 def clock(monkeypatch):
     """A clock that advances only when the test changes it."""
     now = SimpleNamespace(seconds=1000.0)
-    monkeypatch.setattr(live, "time", SimpleNamespace(monotonic=lambda: now.seconds))
+    monkeypatch.setattr(console, "time", SimpleNamespace(monotonic=lambda: now.seconds))
     return now
 
 

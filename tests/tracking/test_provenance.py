@@ -11,7 +11,7 @@ import threading
 
 import pytest
 
-from lmtrain.config.errors import UserError
+from lmtrain.runtime.errors import UserError
 from lmtrain.tracking import provenance as keep
 from lmtrain.tracking.config import JsonConfig, WandbConfig
 from lmtrain.tracking.provenance import (

@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 
-from lmtrain.tracking import tensorboard
-from lmtrain.tracking.tensorboard import TensorboardTracker
+from lmtrain.tracking import open
+from lmtrain.tracking.open import TensorboardTracker
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def test_scalars_and_texts(folder):
 def test_each_step_is_shown_once_after_a_kill_and_a_restart(folder, monkeypatch):
     """Up to step 5, then again from step 3: later steps of the first start are purged."""
     processes = itertools.count(1)
-    monkeypatch.setattr(tensorboard.os, "getpid", lambda: next(processes))  # each start has its own process id
+    monkeypatch.setattr(open.os, "getpid", lambda: next(processes))  # each start has its own process id
     killed = TensorboardTracker(str(folder), 0)
     for step in range(1, 6):
         killed.log({"train/loss": float(step)}, step)

@@ -2,7 +2,7 @@
 
 import contextlib
 
-from lmtrain.tracking.timer import EVALUATION, SAVING, SECTIONS, START_UP, STEPS, Timer
+from lmtrain.tracking.goodput import EVALUATION, SAVING, SECTIONS, START_UP, STEPS, Timer
 
 
 def test_all_time_belongs_to_one_section():

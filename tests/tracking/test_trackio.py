@@ -10,8 +10,8 @@ import time
 
 import pytest
 
-from lmtrain.config.errors import UserError
-from lmtrain.tracking import trackio
+from lmtrain.runtime.errors import UserError
+from lmtrain.tracking import open
 from lmtrain.tracking.config import TrackioConfig
 from lmtrain.tracking.open import check_trackers
 
@@ -167,6 +167,6 @@ def test_another_run_of_the_project_is_independent_of_the_steps_of_the_first(fin
 
 
 def test_without_the_library_a_run_is_refused_with_install_advice(monkeypatch):
-    monkeypatch.setattr(trackio.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(open.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install 'lmtrain\[trackio\]'"):
         check_trackers([TrackioConfig()])

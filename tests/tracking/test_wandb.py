@@ -12,7 +12,7 @@ import pytest
 import wandb
 from wandb.proto.wandb_internal_pb2 import Record
 
-from lmtrain.config.errors import UserError
+from lmtrain.runtime.errors import UserError
 from lmtrain.tracking.config import WandbConfig
 from lmtrain.tracking.open import check_trackers
 from lmtrain.tracking.wandb import WandbTracker

@@ -6,13 +6,11 @@ import numpy as np
 import pytest
 from parity.variants import TOKENIZER, make
 
-from lmtrain.config.errors import UserError
+from lmtrain.runtime.errors import UserError
 from lmtrain.sharding.config import PartitioningConfig
 from lmtrain.sharding.mesh import build_layout
 from lmtrain.weights.compare_logits import build_logits, compare_logits, require_torch
-from lmtrain.weights.export import build_export
-from lmtrain.weights.gather import gather_tensors
-from lmtrain.weights.write_export import write_export
+from lmtrain.weights.write_export import build_export, gather_tensors, write_export
 
 LAYOUT = build_layout(PartitioningConfig())
 

@@ -9,8 +9,8 @@ from parity.variants import TOKENIZER, VOCAB, make
 from lmtrain.lora.model import adapt
 from lmtrain.models.params import count_parameters
 from lmtrain.models.registry import build_model
-from lmtrain.weights.export import build_adapter_export, build_export
 from lmtrain.weights.export_folder import ModelOrigin
+from lmtrain.weights.write_export import build_adapter_export, build_export
 
 ORIGIN = ModelOrigin("one", "data")
 

@@ -6,7 +6,7 @@ import os
 import pytest
 
 from lmtrain import __version__
-from lmtrain.config.errors import UserError
+from lmtrain.runtime.errors import UserError
 from lmtrain.runtime.storage import list_names, write_bytes
 from lmtrain.weights.export_folder import check_output
 

@@ -5,14 +5,13 @@ from lora.exported import Exported
 from weights.hf_files import LLAMA, VOCAB, assert_same, tensors_of
 
 from lmtrain.hf.weight_files import open_weights
-from lmtrain.lora.adapters import merge_layer
-from lmtrain.lora.model import ADAPTERS, BASE
+from lmtrain.lora.model import ADAPTERS, BASE, merge_layer
 from lmtrain.models.params import flatten
 from lmtrain.models.registry import build_model
 from lmtrain.sharding.config import PartitioningConfig
 from lmtrain.sharding.mesh import build_layout
-from lmtrain.weights.gather import gather_tensors
 from lmtrain.weights.load_hf import build_hf_pieces, load_hf_params
+from lmtrain.weights.write_export import gather_tensors
 
 
 def test_gathered_tensors_equal_the_stored_ones(folder):

@@ -6,11 +6,11 @@ import shutil
 import pytest
 from conftest import TOKENIZER
 
-from lmtrain.config.errors import UserError
 from lmtrain.config.load import LoadedConfig
 from lmtrain.data.config import DataConfig
 from lmtrain.run.config import RunConfig, resolved
 from lmtrain.run.run import Run
+from lmtrain.runtime.errors import UserError
 from lmtrain.weights.hf_config import check_tokens, config_of, hf_settings, resolve_hf
 
 LLAMA = {

@@ -8,9 +8,8 @@ from flax.linen import meta
 from models.quick import TwoTokenLM
 
 from lmtrain.checkpoint.checkpointer import Checkpointer
-from lmtrain.checkpoint.config import CheckpointerConfig
+from lmtrain.checkpoint.config import CheckpointerConfig, Kind
 from lmtrain.checkpoint.discovery import find_checkpoints
-from lmtrain.checkpoint.policies import Kind
 from lmtrain.models.params import abstract_params
 from lmtrain.sharding.config import PartitioningConfig
 from lmtrain.sharding.mesh import build_layout

@@ -17,10 +17,10 @@ from weights.hf_files import (
     tensors_of,
 )
 
-from lmtrain.config.errors import UserError
 from lmtrain.models.gpt2.config import Gpt2Config
 from lmtrain.models.llama.config import LlamaConfig
 from lmtrain.models.params import flatten
+from lmtrain.runtime.errors import UserError
 
 
 @pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama"])

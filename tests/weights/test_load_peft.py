@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from lora.exported import Exported, config_of, load_adapter
 
-from lmtrain.config.errors import UserError
 from lmtrain.lora.config import LoraConfig
 from lmtrain.lora.model import ADAPTERS
+from lmtrain.runtime.errors import UserError
 from lmtrain.train.program.program import build_program
 from lmtrain.weights.export_folder import BaseIdentity, ModelOrigin, marks_of
-from lmtrain.weights.load_peft import check_base
+from lmtrain.weights.load_hf import check_base
 
 TABLES = ["embed_tokens", "lm_head"]
 CASES = {

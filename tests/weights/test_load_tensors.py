@@ -13,15 +13,14 @@ from forked import fake_devices
 from safetensors.numpy import load_file, save_file
 from weights.hf_files import GPT2, LENGTH, VOCAB, WEIGHTS, assert_same, load, random_params, tensors_of
 
-from lmtrain.config.errors import UserError
 from lmtrain.hf.weight_files import open_weights
 from lmtrain.models.llama.config import LlamaConfig
 from lmtrain.models.params import flatten
 from lmtrain.models.registry import build_model
+from lmtrain.runtime.errors import UserError
 from lmtrain.sharding.config import PartitioningConfig
 from lmtrain.sharding.mesh import build_layout
-from lmtrain.weights.load_hf import build_hf_pieces
-from lmtrain.weights.load_tensors import are_equal, split_rows
+from lmtrain.weights.load_hf import are_equal, build_hf_pieces, split_rows
 
 
 def test_parameters_in_bfloat16_are_rounded_to_nearest(folder):
@@ -69,7 +68,7 @@ MESH = """
 import json, sys
 import jax
 import numpy as np
-from lmtrain.weights.export import Export
+from lmtrain.weights.write_export import Export
 from lmtrain.weights.write_export import write_export
 from lmtrain.models.params import flatten
 from lmtrain.hf.tokenizer import Tokenizer
@@ -78,7 +77,7 @@ from lmtrain.run.config import RunConfig
 from lmtrain.sharding.config import PartitioningConfig
 from lmtrain.sharding.mesh import build_layout
 from lmtrain.sharding.placement import parameter_shardings
-from lmtrain.weights.gather import gather_tensors
+from lmtrain.weights.write_export import gather_tensors
 from lmtrain.weights.load_hf import build_hf_pieces, load_hf_params
 from lmtrain.models.params import abstract_params
 
@@ -157,7 +156,7 @@ from lmtrain.models.registry import build_model
 from lmtrain.sharding.config import PartitioningConfig
 from lmtrain.sharding.mesh import build_layout
 from lmtrain.weights import load_hf
-from lmtrain.weights.gather import gather_tensors
+from lmtrain.weights.write_export import gather_tensors
 
 settings, vocab, folder, at_once = json.loads(sys.argv[1])
 

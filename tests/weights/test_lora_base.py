@@ -8,10 +8,10 @@ import pytest
 from lora.exported import Exported
 from safetensors.numpy import save_file
 
-from lmtrain.config.errors import UserError
 from lmtrain.run.config import RunConfig
+from lmtrain.runtime.errors import UserError
 from lmtrain.runtime.logging import log
-from lmtrain.weights.lora_base import base_dtype, load_base
+from lmtrain.weights.load_checkpoint import base_dtype, load_base
 
 ONE, HALF = np.ones(2, np.float32), np.ones(2, ml_dtypes.bfloat16)
 

@@ -10,7 +10,7 @@ from lora.exported import config_of
 from lmtrain.lora.model import ADAPTERS, BASE, adapt
 from lmtrain.models.params import abstract_params, initializer, with_dtype
 from lmtrain.models.registry import build_model
-from lmtrain.weights.new import new_params
+from lmtrain.weights.load_checkpoint import new_params
 
 CONFIG = config_of("llama", {"num_layers": 1}, {"modules_to_save": ["lm_head"]})
 INNER = build_model(CONFIG.model, 20)

@@ -7,12 +7,12 @@ import pytest
 from chat_tokenizer import MARKED, PLAIN, write_chat_tokenizer
 from conftest import TOKENIZER
 
-from lmtrain.config.errors import UserError
 from lmtrain.config.load import LoadedConfig
 from lmtrain.hf.tokenizer import load_tokenizer
 from lmtrain.run.config import RunConfig
 from lmtrain.run.run import Run
-from lmtrain.train.start.run_logs import keep_tokenizer
+from lmtrain.runtime.errors import UserError
+from lmtrain.train.start.reporting import keep_tokenizer
 from lmtrain.weights.run_tokenizer import generation_of, kept_tokenizer, template_of, tokenizer_of
 
 

@@ -8,14 +8,12 @@ import pytest
 from conftest import TOKENIZER
 
 from lmtrain.checkpoint.checkpointer import Checkpointer
-from lmtrain.checkpoint.config import CheckpointerConfig
-from lmtrain.checkpoint.policies import Kind
-from lmtrain.config.errors import UserError
+from lmtrain.checkpoint.config import CheckpointerConfig, Kind
 from lmtrain.config.load import LoadedConfig
 from lmtrain.hf.tokenizer import load_tokenizer
 from lmtrain.run.config import RunConfig
-from lmtrain.run.identity import identity, run_id
-from lmtrain.run.run import Run
+from lmtrain.run.run import Run, identity, run_id
+from lmtrain.runtime.errors import UserError
 from lmtrain.weights.trained_model import from_checkpoint, from_hf
 
 MODEL = {"type": "llama", "hidden_dim": 32, "intermediate_dim": 48, "num_layers": 1, "num_heads": 4}

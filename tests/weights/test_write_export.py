@@ -19,8 +19,7 @@ from lmtrain.hf.key_map import Piece, Row
 from lmtrain.hf.tokenizer import load_tokenizer
 from lmtrain.runtime.storage import list_names, read_bytes
 from lmtrain.weights import write_export as module
-from lmtrain.weights.export import Export
-from lmtrain.weights.write_export import choose_shards, write_export
+from lmtrain.weights.write_export import Export, choose_shards, write_export
 
 TENSORS = {"a": np.arange(6, dtype=np.float32).reshape(2, 3) / 7, "b": np.ones(3, np.float32)}
 CONFIG = {"model_type": "gpt2"}

@@ -28,9 +28,8 @@ import xxhash
 
 from lmtrain.checkpoint.arrays import ArrayWriter, load_arrays, with_shardings
 from lmtrain.checkpoint.checkpointer import Checkpointer
-from lmtrain.checkpoint.config import CheckpointerConfig
+from lmtrain.checkpoint.config import CheckpointerConfig, Kind
 from lmtrain.checkpoint.manifest import record_files
-from lmtrain.checkpoint.policies import Kind
 from lmtrain.checkpoint.verify import FULL, verify
 from lmtrain.runtime.storage import list_files
 

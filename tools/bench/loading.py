@@ -16,12 +16,10 @@ import time
 import numpy as np
 from array_record.python.array_record_module import ArrayRecordReader, ArrayRecordWriter
 
-from lmtrain.data.batch_sizes import BatchSizes
 from lmtrain.data.batches import TrainSource, iterate
-from lmtrain.data.cache_manifest import BLOCK_TOKENS, CacheManifest, ShardInfo, save_manifest, shard_name
+from lmtrain.data.cache_manifest import BLOCK_TOKENS, CacheManifest, ShardInfo, Shards, save_manifest, shard_name
 from lmtrain.data.caches import Cache, open_store
-from lmtrain.data.config import DataConfig
-from lmtrain.data.shards import Shards
+from lmtrain.data.config import BatchSizes, DataConfig
 from lmtrain.hf.find_tokenizer import open_tokenizer
 from lmtrain.preprocess.recipe import recipe_of
 from lmtrain.preprocess.sources import describe_source

@@ -34,7 +34,7 @@ def compile_kernels(topology: str, block: int, width: int) -> None:
     from jax.sharding import SingleDeviceSharding
 
     from lmtrain.models.attention import splash
-    from lmtrain.models.attention.options import Options
+    from lmtrain.models.attention.attend import Options
 
     splash.platform = lambda: "tpu"  # type: ignore[assignment]
     device = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[0]

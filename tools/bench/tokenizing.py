@@ -20,17 +20,14 @@ from statistics import median
 import tokenizers
 
 from lmtrain.data.config import DataConfig
-from lmtrain.preprocess.build import Build
 from lmtrain.preprocess.documents import read_texts
-from lmtrain.preprocess.executor import choose_executor
+from lmtrain.preprocess.executor import choose_executor, usable_cores
 from lmtrain.preprocess.input_files import expand_urls
-from lmtrain.preprocess.local import usable_cores
-from lmtrain.preprocess.prepare import wait
+from lmtrain.preprocess.prepare import Build, wait
 from lmtrain.preprocess.prepare_demo import prepare_demo
 from lmtrain.preprocess.split_cache import find_cache
-from lmtrain.runtime.config import RayConfig
-from lmtrain.runtime.logging import start_console_log
-from lmtrain.runtime.processes import ALONE
+from lmtrain.run.execution import RayConfig
+from lmtrain.runtime.logging import ALONE, start_console_log
 
 ROUNDS = 3
 

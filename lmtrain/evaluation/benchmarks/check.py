@@ -1,8 +1,8 @@
 """Check of the benchmarks of a config before a model is loaded; imports no JAX."""
 
-from lmtrain.config.errors import UserError
 from lmtrain.evaluation.benchmarks.config import EvalHarnessConfig
 from lmtrain.hf.hub import prepare_hub
+from lmtrain.runtime.errors import UserError
 
 
 def check_benchmarks(config: EvalHarnessConfig) -> None:

@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from lmtrain.config.section import FreeText, Section
-from lmtrain.config.setting import changeable
+from lmtrain.config.section import FreeText, Section, changeable
 
 
 class BenchmarkTask(Section):

@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from lmtrain.config.errors import UserError
 from lmtrain.evaluation.benchmarks.check import check_benchmarks
 from lmtrain.evaluation.benchmarks.config import EvalHarnessConfig
 from lmtrain.evaluation.interface import Context
 from lmtrain.hf.tokenizer import Tokenizer
-from lmtrain.runtime.atomic_files import write_atomically
+from lmtrain.runtime.errors import UserError
 from lmtrain.runtime.logging import log
+from lmtrain.runtime.storage import write_atomically
 
 _NAME = "lm_eval"
 # lm-eval's own seeds of Python and numpy, which some tasks use.

@@ -6,7 +6,7 @@ import functools
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import lm_eval.api.task
 import lm_eval.tasks
@@ -14,10 +14,9 @@ import yaml
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks.manager import TaskDict
 
-from lmtrain.config.counts import counted
-from lmtrain.config.errors import UserError
 from lmtrain.evaluation.benchmarks.config import BenchmarkTask, EvalHarnessConfig
 from lmtrain.hf.hub import offline_reason
+from lmtrain.runtime.errors import UserError, counted
 
 _SUGGESTIONS = 3
 # The seed of lm-eval's command for the choice of examples.
@@ -185,3 +184,31 @@ def _files(manager: TaskManager, name: str, seen: set[str]) -> Iterator[Path]:
         yield path
         included = yaml.load(path.read_text(), Loader=_Loader).get("include", [])
         waiting += [path.parent / file for file in ([included] if isinstance(included, str) else included)]
+
+
+class BenchmarkItem(NamedTuple):
+    """An item of a task: its number among those that are evaluated, and the question with each answer."""
+
+    task: str
+    number: int
+    texts: tuple[str, ...]
+
+
+def load_items(config: EvalHarnessConfig) -> Iterator[BenchmarkItem]:
+    """All items of the tasks. Raises `UserError` as `load_tasks` does."""
+    tasks, _ = load_tasks(config)
+    for name, task in tasks["tasks"].items():
+        with quiet():
+            documents = task.eval_docs
+        for number, document in enumerate(documents):
+            yield BenchmarkItem(name, number, _texts(task, document))
+
+
+def _texts(task: Any, document: Any) -> tuple[str, ...]:
+    """The question with each choice, or with the answer; of tasks whose questions differ, each with the answer."""
+    question, answer = task.doc_to_text(document), task.doc_to_target(document)
+    choices = task.doc_to_choice(document) if getattr(task.config, "doc_to_choice", None) is not None else []
+    if isinstance(question, int):
+        return tuple(f"{choice} {answer}" for choice in choices)
+    answers = choices or (answer if isinstance(answer, list) else [answer])
+    return tuple(f"{question} {answer}" for answer in answers if isinstance(answer, str)) or (str(question),)

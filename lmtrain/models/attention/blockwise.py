@@ -12,9 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from lmtrain.models.attention.attend import MASKED
+from lmtrain.models.attention.attend import MASKED, Options
 from lmtrain.models.attention.kernel import Kernel, all_but
-from lmtrain.models.attention.options import Options
 from lmtrain.models.layers.remat import SAVED_ATTENTION
 
 DEFAULT_BLOCK_SIZE = 512

@@ -3,8 +3,8 @@ length."""
 
 import jax
 
+from lmtrain.models.attention.attend import Options
 from lmtrain.models.attention.kernel import Kernel
-from lmtrain.models.attention.options import Options
 
 
 def cudnn(q: jax.Array, k: jax.Array, v: jax.Array, scale: jax.Array | float, options: Options) -> jax.Array:

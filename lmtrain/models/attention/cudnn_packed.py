@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from lmtrain.compiled.executions import RARELY
+from lmtrain.models.attention.attend import Options
 from lmtrain.models.attention.blockwise import blockwise
 from lmtrain.models.attention.kernel import Kernel, is_hopper_or_later, missing_in_jax
-from lmtrain.models.attention.options import Options
 from lmtrain.sharding.local import device_kind
 
 _MODULE = "jax._src.cudnn.fused_attention_stablehlo"

@@ -7,9 +7,9 @@ the length. On devices other than TPUs the kernel is interpreted: slow, and only
 import jax
 import jax.numpy as jnp
 
+from lmtrain.models.attention.attend import Options
 from lmtrain.models.attention.blockwise import mean_blocks
 from lmtrain.models.attention.kernel import Kernel
-from lmtrain.models.attention.options import Options
 from lmtrain.models.layers.remat import SAVED_ATTENTION
 from lmtrain.sharding.local import platform
 

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from lmtrain.models.attention.options import Options
+from lmtrain.models.attention.attend import Options
 from lmtrain.sharding.local import num_parts, per_device, split_over
 
 # (q, k, v, options) -> mixed values, of one device's arrays

@@ -6,9 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from lmtrain.models.attention.attend import attend
+from lmtrain.models.attention.attend import Options, attend
 from lmtrain.models.attention.kernel import Kernel, all_but
-from lmtrain.models.attention.options import Options
 from lmtrain.models.layers.remat import SAVED_ATTENTION
 
 

@@ -4,11 +4,10 @@ from typing import Literal
 
 from pydantic import model_validator
 
-from lmtrain.config.errors import field_error
-from lmtrain.config.setting import architecture
-from lmtrain.config.suggest import nearest_divisors
+from lmtrain.config.section import architecture
 from lmtrain.models import flops
 from lmtrain.models.gpt2.config import Gpt2Settings
+from lmtrain.runtime.errors import field_error, nearest_divisors
 
 
 class BackpackConfig(Gpt2Settings):

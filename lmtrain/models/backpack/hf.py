@@ -9,8 +9,8 @@ from typing import Any
 
 from lmtrain.hf.key_map import Row, Table
 from lmtrain.models.backpack.config import BackpackConfig
+from lmtrain.models.base_config import SameSetting, from_hf, to_hf
 from lmtrain.models.gpt2.hf import bias, trunk, trunk_from_hf, trunk_to_hf
-from lmtrain.models.hf_settings import SameSetting, from_hf, to_hf
 
 DEFAULT_REF = "stanfordnlp/backpack-gpt2"
 MODEL_TYPES = ("backpack-gpt2",)

@@ -30,8 +30,7 @@ from lmtrain.models.gpt2.model import Gpt2LM
 from lmtrain.models.interface import NO_DOCUMENTS, Documents
 from lmtrain.models.layers.block import active
 from lmtrain.models.layers.linear import Linear
-from lmtrain.models.layers.mlp import Mlp
-from lmtrain.models.layers.norm import LayerNorm
+from lmtrain.models.layers.mlp import LayerNorm, Mlp
 from lmtrain.sharding.placement import constrain
 
 

@@ -2,7 +2,7 @@
 
 from typing import Any, Literal
 
-from lmtrain.config.setting import architecture, identity
+from lmtrain.config.section import architecture, identity
 from lmtrain.models.base_config import BaseModelConfig
 
 

@@ -7,10 +7,10 @@ q, k, v, each head-major, which is ours flattened.
 from collections.abc import Mapping
 from typing import Any
 
-from lmtrain.config.errors import UserError
 from lmtrain.hf.key_map import Row, Table, Zeros
+from lmtrain.models.base_config import SameSetting, from_hf, to_hf
 from lmtrain.models.gpt2.config import Gpt2Config, Gpt2Settings
-from lmtrain.models.hf_settings import SameSetting, from_hf, to_hf
+from lmtrain.runtime.errors import UserError
 
 DEFAULT_REF = "gpt2"
 MODEL_TYPES = ("gpt2",)

@@ -23,8 +23,7 @@ from lmtrain.models.decoder import Decoder
 from lmtrain.models.gpt2.config import Gpt2Settings
 from lmtrain.models.layers.block import Attention, Block, split_qkv
 from lmtrain.models.layers.linear import Linear
-from lmtrain.models.layers.mlp import Mlp
-from lmtrain.models.layers.norm import LayerNorm
+from lmtrain.models.layers.mlp import LayerNorm, Mlp
 
 
 class Gpt2Attention(Attention):

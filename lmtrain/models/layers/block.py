@@ -12,8 +12,7 @@ from lmtrain.models.attention.attend import attend
 from lmtrain.models.attention.kernel import self_attend
 from lmtrain.models.cache import StackCache
 from lmtrain.models.interface import NO_DOCUMENTS, Documents
-from lmtrain.models.layers.remat import BLOCK_INPUT
-from lmtrain.models.layers.unfused import unfused
+from lmtrain.models.layers.remat import BLOCK_INPUT, unfused
 from lmtrain.sharding.placement import constrain
 
 

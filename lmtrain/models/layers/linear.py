@@ -4,19 +4,195 @@ These replace `nn.DenseGeneral`, which initializes a flattened kernel: logical n
 mesh, and shorter ones silently mismatch.
 """
 
+import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax.nn.initializers import Initializer
+from jax.sharding import PartitionSpec
 
-from lmtrain.models.layers.embedding import gather_table, look_up
 from lmtrain.models.layers.quantized import KERNEL, QUANTIZED, SCALE, Quantized, product, stored_product
 from lmtrain.sharding.axes import PARAMETER_AXES, check_axes
-from lmtrain.sharding.local import split_over
+from lmtrain.sharding.local import num_parts, per_device, scatter_sum, split_over, sum_over
+from lmtrain.sharding.placement import gather_rows, stream_axes
+
+# Lookup of rows of an embedding table, with a gradient that is summed in float32 for any dtype of the table.
+#
+# In bfloat16, the sum of a frequent token's gradient over thousands of positions loses single contributions to
+# rounding.
+
+
+class _Split(NamedTuple):
+    """Static arguments: the mesh axes that split sequences, positions of the result, and the table's two dimensions."""
+
+    batch: tuple[str, ...]
+    positions: tuple[str, ...]
+    entries: tuple[str, ...]
+    embed: tuple[str, ...]
+    is_gathered: bool
+
+    @property
+    def columns(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The axes that split the table along D: those that split the batch too, and those that split positions."""
+        return tuple(name for name in self.embed if name in self.batch), tuple(
+            name for name in self.embed if name in self.positions
+        )
+
+    @property
+    def gathered(self) -> tuple[str, ...]:
+        """Axes that split positions of the result but not of the ids: other devices have the rows."""
+        return tuple(name for name in self.positions if name in self.entries)
+
+    @property
+    def of_ids(self) -> PartitionSpec:
+        return PartitionSpec(self.batch, tuple(name for name in self.positions if name not in self.entries))
+
+    @property
+    def of_table(self) -> PartitionSpec:
+        return PartitionSpec(self.entries, self.embed)
+
+    @property
+    def of_result(self) -> PartitionSpec:
+        return PartitionSpec(self.batch, self.positions)
+
+
+@jax.custom_vjp
+def gather_table(table_VD: jax.Array) -> jax.Array:
+    """Gather a table that is also the head along D, as the loss needs it, once for both uses.
+
+    Its gradient is split like the stored table.
+    """
+    return gather_rows(table_VD)
+
+
+gather_table.defvjp(lambda table: (gather_rows(table), None), lambda _, gradient: (gradient,))
+
+
+def look_up(table_VD: jax.Array, ids_BS: jax.Array, entries: str, is_gathered: bool = False) -> jax.Array:
+    """The rows of the table, [B, S, D]. `entries` is the logical name of its first dimension.
+
+    `is_gathered`: the table comes from `gather_table`.
+
+    Where devices that split the batch or positions split the table along D too (FSDP), each looks up its columns for
+    the ids of all devices, and an all-to-all collects the rows of each device's ids; the gradient takes the reverse
+    path. If there are more ids than rows, as in evaluation, the table is gathered instead, which sends less. Where
+    other devices split the table along V (tensor parallelism), each returns its own rows, and zeros for others.
+    """
+    split = _Split(
+        split_over("act_batch"), stream_axes(ids_BS.shape[1]), split_over(entries), split_over("embed"), is_gathered
+    )
+    is_usual = (
+        split.embed == sum(split.columns, ())
+        and not set(split.entries) & {*split.batch, *split.embed}
+        and ids_BS.shape[0] % num_parts(split.batch) == 0
+    )
+    return _look_up(table_VD, ids_BS, split) if is_usual else _plain_look_up(table_VD, ids_BS)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _look_up(table: jax.Array, ids: jax.Array, split: _Split) -> jax.Array:
+    return _gather(table, ids, split)
+
+
+def _gather(table: jax.Array, ids: jax.Array, split: _Split) -> jax.Array:
+    if split.is_gathered:
+        split = split._replace(embed=())
+    more_ids_than_rows = ids.size // num_parts((*split.batch, *split.positions)) > table.shape[0]
+
+    by_batch, by_position = split.columns
+
+    def local(table: jax.Array, ids: jax.Array) -> jax.Array:
+        if split.embed and more_ids_than_rows:
+            table = jax.lax.all_gather(table, split.embed, axis=1, tiled=True)
+        elif split.embed:
+            ids = _gather_ids(ids, split)
+        if split.entries:
+            row, is_mine = _rows(table, ids, split)
+            rows = jnp.take(table, jnp.where(is_mine, row, 0), axis=0)
+            rows = jnp.where(is_mine[..., None], rows, 0)
+            rows = scatter_sum(rows, split.gathered, rows.ndim - 2)
+            rows = sum_over(tuple(name for name in split.entries if name not in split.gathered), rows)
+        else:
+            rows = jnp.take(table, ids, axis=0)
+        if split.embed and not more_ids_than_rows:
+            if by_position:
+                rows = jax.lax.all_to_all(rows, by_position, 1, 3, tiled=True).squeeze(1)
+            if by_batch:
+                rows = jax.lax.all_to_all(rows, by_batch, 0, 2, tiled=True)
+        return rows
+
+    rows: jax.Array = per_device(local, (split.of_table, split.of_ids), split.of_result)(table, ids)
+    return rows
+
+
+def _forward(table: jax.Array, ids: jax.Array, split: _Split) -> tuple[jax.Array, Any]:
+    return _gather(table, ids, split), (jnp.zeros((0, *table.shape), table.dtype), ids)
+
+
+def _backward(split: _Split, saved: Any, d_rows: jax.Array) -> tuple[jax.Array, None]:
+    like, ids = saved
+    (entries, width), dtype = like.shape[1:], like.dtype
+    shape = entries // num_parts(split.entries), width // num_parts(split.embed)
+    elsewhere = tuple(name for name in (*split.batch, *split.positions) if name not in (*split.embed, *split.entries))
+
+    def local(d_rows: jax.Array, ids: jax.Array) -> jax.Array:
+        by_batch, by_position = split.columns
+        ids = _gather_ids(ids, split)
+        if by_batch:
+            d_rows = jax.lax.all_to_all(d_rows, by_batch, 2, 0, tiled=True)
+        if by_position:
+            d_rows = jax.lax.all_to_all(d_rows[:, None], by_position, 3, 1, tiled=True)
+        if split.gathered:
+            d_rows = jax.lax.all_gather(d_rows, split.gathered, axis=d_rows.ndim - 2, tiled=True)
+        d_table = jnp.zeros(shape, jnp.float32)
+        row, is_mine = _rows(d_table, ids, split)
+        row = jnp.where(is_mine, row, len(d_table))  # out of range: dropped
+        d_table = d_table.at[row].add(d_rows.astype(jnp.float32), mode="drop")
+        return sum_over(elsewhere, d_table).astype(dtype)
+
+    d_table: jax.Array = per_device(local, (split.of_result, split.of_ids), split.of_table)(d_rows, ids)
+    return d_table, None
+
+
+_look_up.defvjp(_forward, _backward)
+
+
+def _gather_ids(ids: jax.Array, split: _Split) -> jax.Array:
+    """The ids of all devices that have other columns, [B, S]; if these split positions, [B, devices, S]."""
+    by_batch, by_position = split.columns
+    if by_batch:
+        ids = jax.lax.all_gather(ids, by_batch, axis=0, tiled=True)
+    return jax.lax.all_gather(ids, by_position, axis=1) if by_position else ids
+
+
+def _rows(table: jax.Array, ids: jax.Array, split: _Split) -> tuple[jax.Array, jax.Array]:
+    """Row numbers of ids in this device's part of the table, and a mask of those that it has."""
+    first = jax.lax.axis_index(split.entries) * len(table) if split.entries else 0
+    row = ids - first
+    return row, (row >= 0) & (row < len(table))
+
+
+@jax.custom_vjp
+def _plain_look_up(table: jax.Array, ids: jax.Array) -> jax.Array:
+    return jnp.take(table, ids, axis=0)
+
+
+def _plain_forward(table: jax.Array, ids: jax.Array) -> tuple[jax.Array, Any]:
+    return jnp.take(table, ids, axis=0), (jnp.zeros((0, *table.shape), table.dtype), ids)
+
+
+def _plain_backward(saved: Any, d_rows: jax.Array) -> tuple[jax.Array, None]:
+    like, ids = saved
+    d_table = jnp.zeros(like.shape[1:], jnp.float32).at[ids].add(d_rows.astype(jnp.float32))
+    return d_table.astype(like.dtype), None
+
+
+_plain_look_up.defvjp(_plain_forward, _plain_backward)
+
 
 Dims = tuple[tuple[str, int], ...]
 

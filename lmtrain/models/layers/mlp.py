@@ -1,4 +1,4 @@
-"""MLPs of transformer blocks, and their activation functions by the names that configs use."""
+"""MLPs and norms of transformer blocks, and activation functions by the names that configs use."""
 
 from collections.abc import Callable
 from functools import partial
@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax.nn.initializers import Initializer
 
-from lmtrain.models.layers.linear import Dims, Linear, sizes
-from lmtrain.models.layers.unfused import unfused, unfused_gradient
+from lmtrain.models.layers.linear import Dims, Linear, declare, sizes
+from lmtrain.models.layers.remat import unfused, unfused_gradient
 from lmtrain.sharding.local import split_over
 from lmtrain.sharding.placement import constrain
 
@@ -55,3 +55,52 @@ class Mlp(nn.Module):
         hidden = activation(self.gate(x)) * self.up(x) if self.is_gated else activation(self.up(x))
         mixed = self.down(unfused_gradient(constrain(hidden, *axes)))
         return unfused(mixed.reshape(*leading, *sizes(self.down.outputs)))
+
+
+class LayerNorm(nn.Module):
+    """(x - mean) / sqrt(var + epsilon) * scale + bias over the last dimension (Ba, Kiros and Hinton 2016)."""
+
+    dim: int
+    epsilon: float
+    use_bias: bool = True
+
+    def setup(self) -> None:
+        dims = (("embed", self.dim),)
+        self.scale = self.param("scale", declare(nn.initializers.ones, dims), (self.dim,), jnp.float32)
+        if self.use_bias:
+            self.bias = self.param("bias", declare(nn.initializers.zeros, dims), (self.dim,), jnp.float32)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        wide = x.astype(jnp.float32)
+        mean = wide.mean(-1, keepdims=True)
+        centred = wide - mean
+        variance = (centred * centred).mean(-1, keepdims=True)
+        normal = centred * jax.lax.rsqrt(variance + self.epsilon)
+        scaled = normal * self.scale
+        return (scaled + self.bias if self.use_bias else scaled).astype(x.dtype)
+
+
+class RmsNorm(nn.Module):
+    """x / sqrt(mean(x^2) + epsilon) * scale over the dimensions `dims` (Zhang and Sennrich 2019).
+
+    With `offset` the factor is 1 + scale, and scale is initialized to 0. Without `use_scale` there is no factor.
+    """
+
+    dims: Dims
+    epsilon: float
+    offset: bool = False
+    use_scale: bool = True
+
+    def setup(self) -> None:
+        if not self.use_scale:
+            return
+        init = nn.initializers.zeros if self.offset else nn.initializers.ones
+        self.scale = self.param("scale", declare(init, self.dims), sizes(self.dims), jnp.float32)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        wide = x.astype(jnp.float32)
+        axes = tuple(range(-len(self.dims), 0))
+        normal = wide * jax.lax.rsqrt((wide * wide).mean(axes, keepdims=True) + self.epsilon)
+        if not self.use_scale:
+            return normal.astype(x.dtype)
+        return (normal * (self.scale + 1 if self.offset else self.scale)).astype(x.dtype)

@@ -1,4 +1,5 @@
-"""Gradient checkpointing: recompute values in the backward pass, which trades time for memory and changes no results.
+"""Gradient checkpointing (recompute values in the backward pass, which trades time for memory), and barriers against
+fusions that compute values twice.
 
 A policy defines the values inside a block that are kept between forward and backward pass:
 
@@ -19,6 +20,8 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+
+from lmtrain.sharding.local import platform
 
 SAVED_ATTENTION = "attention"
 SAVED_EXPERTS = "experts"
@@ -91,3 +94,25 @@ def checkpoint(function: Callable[..., Any], policy: bool | str, scan: bool) -> 
 def _settings(policy: bool | str, scan: bool) -> dict[str, Any]:
     # prevent_cse is for unrolled code; in a scan it has a cost and no use
     return {"policy": _POLICIES["full" if policy is True else str(policy)], "prevent_cse": not scan}
+
+
+# Barriers around products on TPUs.
+#
+# XLA:TPU computes elementwise operations before and after a product, such as a norm, an activation function or the sum
+# of the residual stream, in the loop of the product. Where these need many operands, its tiles become small, and the
+# product takes up to 1.7 times as long (cycles as the compiler estimates them; figures in BUILD-notes.md). Other
+# platforms call a library for products, which fuses nothing.
+
+
+def unfused(x: jax.Array) -> jax.Array:
+    """`x`, stored in memory on TPUs, and so is its gradient."""
+    return jax.lax.optimization_barrier(x) if platform() == "tpu" else x
+
+
+@jax.custom_vjp
+def unfused_gradient(x: jax.Array) -> jax.Array:
+    """`x`, whose gradient is stored in memory on TPUs."""
+    return x
+
+
+unfused_gradient.defvjp(lambda x: (x, None), lambda _, d_x: (unfused(d_x),))

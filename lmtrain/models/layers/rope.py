@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lmtrain.models.rope_config import RopeConfig
+from lmtrain.models.base_config import RopeConfig
 
 
 def frequencies(config: RopeConfig, head_dim: int, seq_len: int) -> np.ndarray:

@@ -1,17 +1,53 @@
 """Settings of the Llama family."""
 
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import model_validator
+from pydantic import BeforeValidator, SerializerFunctionWrapHandler, model_serializer, model_validator
 
-from lmtrain.config.errors import field_error
-from lmtrain.config.setting import architecture, identity
-from lmtrain.config.suggest import nearest_divisors
+from lmtrain.config.section import Section, architecture, identity
 from lmtrain.models import flops
-from lmtrain.models.base_config import POSITIONS, BaseModelConfig, Mixture
-from lmtrain.models.llama.layer_kind import LayerEntry, LayerKind, shortest_period
+from lmtrain.models.base_config import POSITIONS, BaseModelConfig, Mixture, RopeConfig
 from lmtrain.models.moe.config import MoeConfig
-from lmtrain.models.rope_config import RopeConfig
+from lmtrain.runtime.errors import field_error, nearest_divisors
+
+Item = TypeVar("Item")
+
+
+class LayerKind(Section):
+    """The kind of a layer. In a config, the name of its attention stands for a kind that is the default otherwise."""
+
+    attention: Literal["full", "sliding"] = architecture(
+        "full", description="Keys that a query sees: full: all before it; sliding: the last model.sliding_window"
+    )
+    rope: bool = architecture(
+        True, description="Rotate queries and keys by their positions; false: no positions (NoPE)"
+    )
+    mlp: Literal["dense", "moe"] | None = architecture(
+        None, description="One MLP, or a mixture of experts (model.moe); null: moe if model.moe is set"
+    )
+
+    @model_serializer(mode="wrap")
+    def _as_name(self, write: SerializerFunctionWrapHandler) -> Any:
+        return self.attention if self == LayerKind(attention=self.attention) else write(self)
+
+
+def _from_name(value: Any) -> Any:
+    return {"attention": value} if isinstance(value, str) else value
+
+
+# An entry of a pattern in a config.
+LayerEntry = Annotated[
+    LayerKind, BeforeValidator(_from_name, json_schema_input_type=Literal["full", "sliding"] | LayerKind)
+]
+
+
+def shortest_period(items: Sequence[Item]) -> list[Item]:
+    """The shortest pattern that gives these items when it repeats, the last time perhaps in part."""
+    for size in range(1, len(items)):
+        if all(item == items[number % size] for number, item in enumerate(items)):
+            return list(items[:size])
+    return list(items)
 
 
 class LlamaConfig(BaseModelConfig):

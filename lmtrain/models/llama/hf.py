@@ -8,8 +8,7 @@ from typing import Any
 
 from lmtrain.hf.key_map import Row, Table
 from lmtrain.models.llama.config import LlamaConfig
-from lmtrain.models.llama.hf_config import from_hf_config, to_hf_config
-from lmtrain.models.llama.hf_moe import expert_rows
+from lmtrain.models.llama.hf_config import expert_rows, from_hf_config, to_hf_config
 from lmtrain.models.llama.relatives import RELATIVES, UNSUPPORTED
 
 __all__ = ["UNSUPPORTED", "from_hf_config", "to_hf_config"]  # for `lmtrain.models.registry`

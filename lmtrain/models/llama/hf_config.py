@@ -1,16 +1,204 @@
 """The `config.json` of Llama and its relatives, in both directions."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lmtrain.config.errors import UserError
-from lmtrain.models.hf_settings import SameSetting, from_hf, to_hf
-from lmtrain.models.llama.config import LlamaConfig
-from lmtrain.models.llama.hf_moe import has_experts, read_experts, write_experts
-from lmtrain.models.llama.hf_rope import read_rope, write_rope
-from lmtrain.models.llama.layer_kind import LayerKind, shortest_period
-from lmtrain.models.llama.relatives import RELATIVES, Relative, has_rope, relative_of
+from lmtrain.hf.key_map import Row
+from lmtrain.models.base_config import RopeConfig, SameSetting, from_hf, to_hf
+from lmtrain.models.llama.config import LayerKind, LlamaConfig, shortest_period
+from lmtrain.models.llama.relatives import RELATIVES, HfExperts, Relative, Values, has_rope, is_of_type, relative_of
+from lmtrain.runtime.errors import UserError
 from lmtrain.runtime.logging import log
+
+# Keys that have to have these values.
+_ROUTER_KEYS = {"router_jitter_noise": 0.0, "clip_qkv": None}
+
+_OTHERS = HfExperts("mlp", ("gate_proj", "up_proj", "down_proj"), "num_experts")
+
+
+def expert_rows(config: LlamaConfig, layer: str) -> list[Row]:
+    """The rows of the layers with experts; `layer` begins the names of a layer.
+
+    Experts that no model type has get names like those of Qwen3-MoE: only exports need the type, LoRA does not.
+    Their `down` contains the factor of the weights, which no type has.
+    """
+    assert config.moe is not None
+    factors = {"down": config.moe.routed_scaling_factor}
+    types = [relative.experts for relative in RELATIVES.values() if is_of_type(config, relative)]
+    names, layers = next((experts for experts in types if experts), _OTHERS), config.expert_layers
+    prefix = layer + names.prefix
+    rows = [Row("blocks/moe/router/kernel", f"{prefix}.gate.weight", transpose=True, layers=layers)]
+    rows += [
+        Row(
+            f"blocks/moe/experts/{ours}/kernel",
+            f"{prefix}.experts.{{expert}}.{theirs}.weight",
+            transpose=True,
+            layers=layers,
+            factor=factors.get(ours, 1.0),
+        )
+        for ours, theirs in zip(("gate", "up", "down"), names.matrices, strict=True)
+    ]
+    return rows
+
+
+def write_experts(config: LlamaConfig, names: HfExperts) -> dict[str, Any]:
+    """The keys of a `config.json`. Its balancing loss is as many times larger as a token has experts."""
+    moe = config.moe
+    assert moe is not None
+    values: dict[str, Any] = {
+        names.number_key: moe.num_experts,
+        "num_experts_per_tok": moe.experts_per_token,
+        names.width_key: config.expert_dim,
+        "router_aux_loss_coef": moe.aux_loss / moe.experts_per_token,
+    }
+    if names.can_be_unnormalized:
+        values["norm_topk_prob"] = moe.normalize
+    if names.can_be_mixed:
+        values |= {"decoder_sparse_step": 1, "mlp_only_layers": list(config.dense_layers)}
+    return values
+
+
+def read_experts(values: Values, names: HfExperts) -> dict[str, Any]:
+    """The settings of `model.moe` that a `config.json` describes. No type has a z-loss."""
+    for key, neutral in _ROUTER_KEYS.items():
+        if values.get(key) not in (None, neutral):
+            raise UserError(f"config.json: {key} {values[key]} is not supported")
+    per_token = values.get("num_experts_per_tok", names.per_token)
+    keys = (names.number_key, "num_experts", "num_local_experts")
+    settings: dict[str, Any] = {
+        "num_experts": next((values[key] for key in keys if key in values), names.number),
+        "experts_per_token": per_token,
+        "normalize": values.get("norm_topk_prob", False) if names.can_be_unnormalized else True,
+        "aux_loss": values.get("router_aux_loss_coef", names.aux_loss) * per_token,
+        "z_loss": 0.0,
+    }
+    if names.width_key != "intermediate_size":
+        settings["intermediate_dim"] = values.get(names.width_key, 768)
+    return settings
+
+
+def has_experts(values: Mapping[str, Any], names: HfExperts | None, layer: int) -> bool:
+    """Whether a layer of a `config.json` has experts instead of one MLP."""
+    if names is None or not names.can_be_mixed:
+        return names is not None
+    is_dense = layer in (values.get("mlp_only_layers") or [])
+    return not is_dense and (layer + 1) % values.get("decoder_sparse_step", 1) == 0
+
+
+# By type: the keys that it requires.
+_NEEDED = {
+    "default": [],
+    "linear": ["factor"],
+    "dynamic": ["factor"],
+    "llama3": ["factor", "low_freq_factor", "high_freq_factor"],
+    "yarn": ["factor"],
+}
+# Values that equal the behavior without them.
+_NEUTRAL = {"partial_rotary_factor": 1.0, "truncate": True}
+# Gemma 3's base of sliding layers in transformers 4, and its default.
+_LOCAL, _LOCAL_DEFAULT = "rope_local_base_freq", 10_000.0
+
+
+def write_rope(config: LlamaConfig, relative: Relative) -> dict[str, Any]:
+    """The keys of both versions."""
+    rope = config.rope
+    if rope.type == "dynamic" and rope.original_seq_len not in (None, config.seq_len):
+        raise UserError("model.rope.original_seq_len: transformers' dynamic rope starts at seq_len; remove it")
+    parameters = _parameters(rope)
+    scaling = {name: value for name, value in parameters.items() if name != "rope_theta"}
+    values = {
+        "rope_parameters": parameters,
+        "rope_theta": rope.theta,
+        "rope_scaling": None if rope.type == "default" else scaling,
+    }
+    if relative.local == "no":
+        return values
+    values["rope_parameters"] = {"full_attention": parameters, "sliding_attention": _parameters(rope.local)}
+    return values | ({_LOCAL: rope.local.theta} if relative.local == "any" else {})
+
+
+def _parameters(rope: RopeConfig) -> dict[str, Any]:
+    values: dict[str, Any] = {"rope_type": rope.type, "rope_theta": rope.theta}
+    if rope.type != "default":
+        values["factor"] = rope.factor
+    if rope.type in ("llama3", "yarn"):
+        values["original_max_position_embeddings"] = rope.original_seq_len
+    if rope.type == "llama3":
+        values |= {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
+    if rope.type == "yarn":
+        values |= {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow}
+    return values
+
+
+def read_rope(values: Mapping[str, Any], length: int, relative: Relative) -> dict[str, Any]:
+    """The settings of `model.rope` for a maximum of `length` positions, those of sliding layers as `local_theta`."""
+    new = values.get("rope_parameters") or {}
+    if relative.local == "no":
+        return _settings(values, new, length, relative.theta)
+    settings = _settings(values, new.get("full_attention") or {}, length, relative.theta)
+    local = _settings({}, _sliding(values, new, relative), length, relative.theta)
+    if local["type"] != "default":
+        raise UserError(f"config.json: rope type {local['type']} in sliding layers is not supported")
+    return settings | {"local_theta": local["theta"]}
+
+
+def _sliding(values: Mapping[str, Any], new: Mapping[str, Any], relative: Relative) -> dict[str, Any]:
+    """The `rope_parameters` of sliding layers."""
+    sliding = dict(new.get("sliding_attention") or {})
+    if relative.local == "any":
+        return {"rope_theta": values.get(_LOCAL, _LOCAL_DEFAULT)} | sliding
+    theta = values.get("rope_theta")
+    if "rope_theta" not in sliding and theta not in (None, relative.theta):
+        raise UserError(
+            f"config.json: transformers 4 and 5 read rope_theta {theta} differently for sliding layers; add "
+            "rope_parameters with sliding_attention and full_attention"
+        )
+    return {"rope_theta": relative.theta} | sliding
+
+
+def _settings(values: Mapping[str, Any], new: Mapping[str, Any], length: int, default: float) -> dict[str, Any]:
+    """From `rope_scaling` and `rope_theta` (transformers 4), which take precedence over `new` (5)."""
+    old = values.get("rope_scaling") or {}
+    scaling = dict(old or new)
+    theta = scaling.pop("rope_theta", None) or values.get("rope_theta")
+    if theta is None and new.get("rope_theta") not in (None, default):
+        raise UserError(
+            f"config.json: rope_scaling overrides rope_parameters, so that theta is {default:.0f} instead of "
+            f"{new['rope_theta']}; add rope_theta to rope_scaling"
+        )
+    old_name = scaling.pop("type", "default")
+    kind = scaling.pop("rope_type", old_name)
+    if kind not in _NEEDED:
+        raise UserError(
+            f"config.json: rope type {kind!r} is not supported; expected default, linear, dynamic, llama3 or yarn"
+        )
+    settings: dict[str, Any] = {"type": kind, "theta": float(theta or default)}
+    given = scaling.pop("original_max_position_embeddings", None) or values.get("original_max_position_embeddings")
+    original = given or length
+    if kind in ("llama3", "yarn", "dynamic"):
+        # transformers' dynamic rope scales beyond the maximum length of the file
+        settings["original_seq_len"] = length if kind == "dynamic" else original
+    if kind == "yarn" and scaling.get("factor") is None and given:
+        scaling["factor"] = length / original
+    lacking = [name for name in _NEEDED[kind] if scaling.get(name) is None]
+    if lacking:
+        raise UserError(f"config.json: rope {kind} requires {', '.join(lacking)}")
+    for name in ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"):
+        value = scaling.pop(name, None)
+        if value is not None:
+            settings[name] = float(value)
+    neutral: dict[str, Any] = dict(_NEUTRAL)
+    attention = scaling.get("attention_factor")
+    if kind == "yarn" and attention is not None and abs(attention - 0.1 * math.log(settings["factor"]) - 1) < 1e-6:
+        neutral["attention_factor"] = attention
+    if not scaling.get("mscale_all_dim"):
+        scaling.pop("mscale", None)  # transformers uses both or none
+    rest = {name: value for name, value in scaling.items() if value not in (None, neutral.get(name))}
+    if rest:
+        raise UserError(f"config.json: rope {kind} with {', '.join(sorted(rest))} is not supported")
+    return settings
+
 
 _SETTINGS = [
     SameSetting("hidden_dim", "hidden_size", None),

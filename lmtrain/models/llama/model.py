@@ -31,11 +31,9 @@ from lmtrain.models.decoder import Decoder
 from lmtrain.models.interface import NO_DOCUMENTS, Documents
 from lmtrain.models.layers.block import Attention, Block
 from lmtrain.models.layers.linear import Linear
-from lmtrain.models.layers.mlp import Mlp
-from lmtrain.models.layers.norm import RmsNorm
+from lmtrain.models.layers.mlp import Mlp, RmsNorm
 from lmtrain.models.layers.rope import frequencies, magnitude, rotate
-from lmtrain.models.llama.config import LlamaConfig
-from lmtrain.models.llama.layer_kind import shortest_period
+from lmtrain.models.llama.config import LlamaConfig, shortest_period
 from lmtrain.models.moe.layer import Moe
 from lmtrain.sharding.placement import constrain
 

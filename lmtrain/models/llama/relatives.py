@@ -4,8 +4,8 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
-from lmtrain.config.errors import UserError
 from lmtrain.models.llama.config import LlamaConfig
+from lmtrain.runtime.errors import UserError
 
 Values = Mapping[str, Any]
 

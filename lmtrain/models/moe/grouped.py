@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from lmtrain.models.attention.choose import Choice
+from lmtrain.models.attention.kernel import Choice
 from lmtrain.models.layers.quantized import Quantized, quantize, times
 from lmtrain.sharding.local import platform
 

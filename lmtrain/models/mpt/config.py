@@ -4,9 +4,9 @@ from typing import Literal
 
 from pydantic import model_validator
 
-from lmtrain.config.errors import field_error
-from lmtrain.config.setting import architecture, identity
+from lmtrain.config.section import architecture, identity
 from lmtrain.models.base_config import POSITIONS, BaseModelConfig
+from lmtrain.runtime.errors import field_error
 
 
 class MptConfig(BaseModelConfig):

@@ -9,10 +9,10 @@ no biases, multi-head attention). So exports and imports of other models are ref
 from collections.abc import Mapping
 from typing import Any
 
-from lmtrain.config.errors import UserError
 from lmtrain.hf.key_map import Row, Table
-from lmtrain.models.hf_settings import SameSetting, from_hf, to_hf
+from lmtrain.models.base_config import SameSetting, from_hf, to_hf
 from lmtrain.models.mpt.config import MptConfig
+from lmtrain.runtime.errors import UserError
 
 DEFAULT_REF = "mosaicml/mpt-7b"
 MODEL_TYPES = ("mpt",)

@@ -28,8 +28,7 @@ from lmtrain.models.attention.attend import alibi_slopes
 from lmtrain.models.decoder import Decoder
 from lmtrain.models.layers.block import Attention, Block, split_qkv
 from lmtrain.models.layers.linear import Linear
-from lmtrain.models.layers.mlp import Mlp
-from lmtrain.models.layers.norm import LayerNorm
+from lmtrain.models.layers.mlp import LayerNorm, Mlp
 from lmtrain.models.mpt.config import MptConfig
 
 

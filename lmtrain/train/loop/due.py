@@ -2,12 +2,12 @@
 
 from typing import Any
 
-from lmtrain.checkpoint.policies import Kind
+from lmtrain.checkpoint.config import Kind
 from lmtrain.evaluation.interface import Evaluator
 from lmtrain.evaluation.run import Evaluations
 from lmtrain.runtime.signals import StopRequest
 from lmtrain.train.loop.saver import Saver
-from lmtrain.train.step.agreement import Agreement, Requests
+from lmtrain.train.step.norms import Agreement, Requests
 
 # The next step starts only after a step that takes longer than this has finished: this costs the milliseconds in which
 # the host prepares the next step, and a stop signal takes effect one step earlier.

@@ -12,27 +12,27 @@ from lmtrain.evaluation.interface import Context
 from lmtrain.hf.tokenizer import Tokenizer
 from lmtrain.lora.model import AdaptedModel
 from lmtrain.run.config import RunConfig
-from lmtrain.run.identity import run_identity
-from lmtrain.run.run import Run
-from lmtrain.runtime.processes import Processes
+from lmtrain.run.run import Run, run_identity
+from lmtrain.runtime.logging import Processes
 from lmtrain.runtime.storage import is_url
-from lmtrain.tracking.goodput import Ledger
-from lmtrain.tracking.timer import RESTORE, START_UP, Timer
-from lmtrain.train.loop.best import Decisions
-from lmtrain.train.loop.saver import Saver
+from lmtrain.tracking.goodput import RESTORE, START_UP, Ledger, Timer
+from lmtrain.train.loop.saver import Decisions, Saver
 from lmtrain.train.program.program import Program, build_program
-from lmtrain.train.start.evaluation import is_pending, open_evaluation
 from lmtrain.train.start.initial_state import begin
-from lmtrain.train.start.reference import REFERENCE, Reference
-from lmtrain.train.start.reporting import Reporting, open_reporting
+from lmtrain.train.start.reference import REFERENCE, TEACHER, Reference, load_teacher
+from lmtrain.train.start.reporting import (
+    Reporting,
+    describe_run,
+    keep_config,
+    keep_tokenizer,
+    log_program,
+    open_reporting,
+)
 from lmtrain.train.start.resume import DECISIONS, check_identity
-from lmtrain.train.start.run_info import describe_run, log_program
-from lmtrain.train.start.run_logs import keep_config, keep_tokenizer
-from lmtrain.train.start.teacher import TEACHER, load_teacher
-from lmtrain.train.start.train_batches import TrainBatches
+from lmtrain.train.start.train_batches import TrainBatches, is_pending, open_evaluation
 from lmtrain.train.step.state import TrainState
 from lmtrain.weights.hf_config import hf_ref
-from lmtrain.weights.lora_base import BASE, LoraBase, load_base
+from lmtrain.weights.load_checkpoint import BASE_ITEM, LoraBase, load_base
 from lmtrain.weights.run_tokenizer import generation_of, template_of
 
 if TYPE_CHECKING:
@@ -100,7 +100,13 @@ def set_up(
             if own is not None:  # first: another base_dtype would look like another base
                 check_identity(own, run_identity(config, tokenizer.identity, caches.identity))
             base = load_base(
-                config, program.model, program.layout, hf_ref(config), tokenizer.identity, saved.get(BASE), processes
+                config,
+                program.model,
+                program.layout,
+                hf_ref(config),
+                tokenizer.identity,
+                saved.get(BASE_ITEM),
+                processes,
             )
             if exporter is not None:
                 exporter.set_base(base.identity)

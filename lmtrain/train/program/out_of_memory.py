@@ -8,8 +8,8 @@ from typing import Any
 import jax
 
 from lmtrain.config.describe import written
-from lmtrain.config.errors import RunError, UserError
 from lmtrain.run.config import RunConfig
+from lmtrain.runtime.errors import RunError, UserError
 from lmtrain.runtime.progress import format_bytes
 
 

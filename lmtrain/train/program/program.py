@@ -10,36 +10,44 @@ from typing import Any
 import jax
 
 from lmtrain.config.describe import written
-from lmtrain.config.errors import UserError
 from lmtrain.evaluation.eval_step import build_eval_step
-from lmtrain.hf.token_bytes import TextSizes
+from lmtrain.hf.tokenizer import TextSizes
 from lmtrain.lora.model import adapt, trainable
-from lmtrain.models.attention.choose import Choice, choose_attention, log_attention
+from lmtrain.models.attention.kernel import Choice, choose_attention, log_attention
 from lmtrain.models.attention.split import describe_split
 from lmtrain.models.interface import LanguageModel
 from lmtrain.models.layers.quantized import Quantized
 from lmtrain.models.moe.grouped import choose_grouped, kernel_of
-from lmtrain.models.params import parameter_axes
-from lmtrain.models.quantization import by_layer, stored
+from lmtrain.models.params import by_layer, parameter_axes, stored
 from lmtrain.models.registry import build_model
 from lmtrain.objectives.registry import build_objective
 from lmtrain.optim.optimizer import build_optimizer
 from lmtrain.optim.schedules import build_schedule
-from lmtrain.run.batching import Batching, check_seq_len, choose_batching
 from lmtrain.run.config import RunConfig
-from lmtrain.runtime.accelerators import SLOW_FORMATS, Accelerator, find_accelerator
+from lmtrain.run.trainer import Batching, check_seq_len, choose_batching
+from lmtrain.runtime.accelerators import (
+    SLOW_FORMATS,
+    Accelerator,
+    Option,
+    find_accelerator,
+    refused_option,
+    xla_options,
+)
+from lmtrain.runtime.errors import UserError
 from lmtrain.runtime.logging import log
-from lmtrain.runtime.xla_options import Option, refused_option, xla_options
 from lmtrain.sharding.axes import used_axes
-from lmtrain.sharding.mesh import Layout, build_layout, platform_of
-from lmtrain.sharding.mesh_function import MeshFunction
-from lmtrain.train.program.expert_parts import ExpertParts, choose_expert_parts
+from lmtrain.sharding.mesh import Layout, MeshFunction, build_layout, platform_of
 from lmtrain.train.program.out_of_memory import MemoryUse, OutOfMemoryError, device_memory
-from lmtrain.train.program.replicas import Replicas, choose_replicas
-from lmtrain.train.program.teacher import Teacher, build_teacher
-from lmtrain.train.step.ema import build_averaging
+from lmtrain.train.program.parts import (
+    ExpertParts,
+    Replicas,
+    Teacher,
+    build_teacher,
+    choose_expert_parts,
+    choose_replicas,
+)
 from lmtrain.train.step.norms import Watch
-from lmtrain.train.step.state import TrainState, add_teacher, init_state, state_bytes, state_shardings
+from lmtrain.train.step.state import TrainState, add_teacher, build_averaging, init_state, state_bytes, state_shardings
 from lmtrain.train.step.step import TrainStep, build_train_step
 from lmtrain.transfer.factors import factor_trees
 

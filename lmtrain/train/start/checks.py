@@ -1,18 +1,16 @@
-"""What a run refuses before it reads data or uses devices: preparing the data may take hours."""
+"""What a run refuses before it reads data or uses devices (preparing the data may take hours), and its length."""
 
 from contextlib import ExitStack
 
 from lmtrain.checkpoint.discovery import find_checkpoints, list_checkpoints
-from lmtrain.config.errors import errors_of
+from lmtrain.data.caches import Caches, check_batch, choose_steps
 from lmtrain.evaluation.benchmarks.check import check_benchmarks
 from lmtrain.hf.find_tokenizer import open_tokenizer
 from lmtrain.lora.peft import check_adapter_config
-from lmtrain.run.config import RunConfig
-from lmtrain.run.masked import require_secrets
-from lmtrain.run.run import Run
-from lmtrain.run.without_effect import without_effect
-from lmtrain.runtime.logging import log, nothing_logged
-from lmtrain.runtime.processes import Processes
+from lmtrain.run.config import RunConfig, data_seed, without_effect
+from lmtrain.run.run import ResolvedSettings, Run, require_secrets, resolve
+from lmtrain.runtime.errors import UserError, counted, errors_of
+from lmtrain.runtime.logging import Processes, log, nothing_logged
 from lmtrain.tracking.open import check_trackers
 
 
@@ -31,7 +29,7 @@ def check_services(config: RunConfig, processes: Processes) -> None:
     if processes.is_first:
         check_trackers(config.trainer.tracker)
         if config.hf_upload is not None:
-            from lmtrain.hf.upload import check_upload
+            from lmtrain.hf.hub import check_upload
 
             check_upload(config.hf_upload)
     for text in without_effect(config).values():
@@ -80,3 +78,39 @@ def check_before_data(run: Run, data_identity: str, processes: Processes) -> Non
         from lmtrain.weights.export_folder import ModelOrigin
 
         Exporter(config, ModelOrigin(run.id, data_identity), program.model, tokenizer, program.layout, processes)
+
+
+def length_of_data(config: RunConfig, caches: Caches) -> ResolvedSettings | None:
+    """The number of steps that the data allows, if that ends the run earlier; schedules follow it.
+
+    Raises `UserError` for data smaller than one batch.
+    """
+    trainer = config.trainer
+    check_batch(config.data, caches, config.model.seq_len, trainer.batch_sizes)
+    steps = choose_steps(
+        config.data,
+        caches,
+        config.model.seq_len,
+        trainer.batch_sizes,
+        trainer.num_train_steps,
+        config.epoch,
+        data_seed(config),
+    )
+    if steps == trainer.num_train_steps:
+        return None
+    if steps < 1:
+        raise UserError("the data is less than one batch; lower trainer.train_batch_size or model.seq_len")
+    why = f"epoch {config.epoch}" if config.epoch else "data.stop_strategy first_exhausted"
+    log.info(f"{why}: the data ends the run after {counted(steps, 'step')}")
+    return ResolvedSettings(f"{why} ({counted(steps, 'step')})", {"trainer": {"num_train_steps": steps}})
+
+
+def resolve_replicas(run: Run) -> Run:
+    """The run with that number. Raises `UserError` if this machine cannot run it."""
+    from lmtrain.train.program.program import build_program
+
+    with nothing_logged():
+        tokenizer = open_tokenizer(run.config.data.tokenizer, run.config.data.vocab_size)
+        replicas = build_program(run.config, tokenizer.vocab_size).replicas
+    number = {"trainer": {"replica_dcn_axis_size": replicas.number}}
+    return resolve(run, ResolvedSettings(f"auto: {replicas.reason}", number))

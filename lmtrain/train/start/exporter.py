@@ -9,22 +9,19 @@ from typing import Any
 
 import numpy as np
 
-from lmtrain.config.errors import UserError
 from lmtrain.hf.chat_template import ChatTemplate
 from lmtrain.hf.tokenizer import Tokenizer
 from lmtrain.lora.model import ADAPTERS, AdaptedModel
 from lmtrain.models.interface import LanguageModel
 from lmtrain.run.config import RunConfig
 from lmtrain.runtime.distributed import gather
-from lmtrain.runtime.logging import log
-from lmtrain.runtime.processes import Processes
+from lmtrain.runtime.errors import UserError
+from lmtrain.runtime.logging import Processes, log
 from lmtrain.runtime.storage import is_url, join
 from lmtrain.sharding.mesh import Layout
-from lmtrain.weights.export import build_adapter_export, build_export
 from lmtrain.weights.export_folder import BaseIdentity, ModelOrigin, export_folder, is_missing, remove_interrupted_steps
-from lmtrain.weights.gather import gather_tensors
 from lmtrain.weights.hf_config import hf_ref
-from lmtrain.weights.write_export import DTYPES, write_export
+from lmtrain.weights.write_export import DTYPES, build_adapter_export, build_export, gather_tensors, write_export
 
 
 def _prepare(folder: str) -> None:
@@ -125,7 +122,7 @@ class Exporter:
             log.error(f"export of step {step} failed, training continues: {error}")
 
     def _upload(self, step: int, tensors: list[np.ndarray], written: str | None) -> None:
-        from lmtrain.hf.upload import upload_folder
+        from lmtrain.hf.hub import upload_folder
 
         assert self._upload_to is not None
         with tempfile.TemporaryDirectory() as temporary:

@@ -1,4 +1,5 @@
-"""Log-probabilities of answers by the reference of preference tuning: the model that training starts from.
+"""Frozen models of an objective: the teacher, and log-probabilities of answers by the reference of preference tuning,
+which is the model that training starts from.
 
 They are computed on the run's devices before the first step, and stored next to each token cache under a hash of the
 reference's parameters and of all else that determines them, followed by its checksum. With LoRA the reference is the
@@ -8,7 +9,7 @@ frozen base.
 import hashlib
 import io
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -16,25 +17,29 @@ import jax
 import numpy as np
 
 from lmtrain.checkpoint.verify import choose_checkpoint
-from lmtrain.config.counts import counted
-from lmtrain.config.errors import UserError, errors_of
+from lmtrain.config.tree import require_equal
 from lmtrain.data.batches import EvalSource
 from lmtrain.data.caches import Cache, Caches
-from lmtrain.data.pairs import PairWindows
+from lmtrain.data.windows import PairWindows
 from lmtrain.evaluation.eval_step import build_forward_step, read_ahead
-from lmtrain.evaluation.interface import Context
-from lmtrain.evaluation.validation_sets import ValidationSet
-from lmtrain.lora.fingerprint import fingerprint
-from lmtrain.lora.model import AdaptedModel
+from lmtrain.evaluation.interface import Context, ValidationSet
+from lmtrain.lora.model import AdaptedModel, fingerprint
 from lmtrain.objectives.preferences import answer_log_probs
 from lmtrain.run.config import RunConfig
-from lmtrain.runtime.atomic_files import UNUSED_SECONDS, remove_temporaries
 from lmtrain.runtime.distributed import gather
-from lmtrain.runtime.logging import log
-from lmtrain.runtime.processes import Processes
+from lmtrain.runtime.errors import UserError, counted, errors_of
+from lmtrain.runtime.logging import Processes, log
 from lmtrain.runtime.progress import Progress
-from lmtrain.runtime.storage import is_url, join, read_bytes, read_reliably, write_bytes
-from lmtrain.sharding.mesh_function import MeshFunction
+from lmtrain.runtime.storage import (
+    UNUSED_SECONDS,
+    is_url,
+    join,
+    read_bytes,
+    read_reliably,
+    remove_temporaries,
+    write_bytes,
+)
+from lmtrain.sharding.mesh import MeshFunction
 from lmtrain.train.program.program import Program
 from lmtrain.train.start.train_batches import TrainBatches
 from lmtrain.weights.hf_config import hf_ref
@@ -207,3 +212,32 @@ def _initial_params(program: Program, processes: Processes) -> Any:
     with errors_of("initialize_from_checkpoint_path"):
         checkpoint = choose_checkpoint(path, settings.verify_on_restore, processes, parts=("params",))
         return restore_params(checkpoint, program.model, program.layout, settings.staging_dir, averaged=False)
+
+
+# Key of a checkpoint's run info: the teacher and the fingerprint of its parameters.
+TEACHER = "teacher"
+
+
+def load_teacher(program: Program, saved: Mapping[str, Any] | None) -> tuple[Any, dict[str, Any]]:
+    """The teacher on its devices, in the dtype of the computation; and its description for checkpoints.
+
+    `saved` is that of the checkpoint that the run resumes from. Raises `UserError` if the teacher has changed: its
+    parameters, or what its config.json makes of them.
+    """
+    teacher = program.teacher
+    assert teacher is not None
+    dtype = program.config.trainer.precision.compute
+    with errors_of("objective.teacher"):
+        params = load_hf_params(teacher.ref, teacher.config, teacher.model, program.layout, dtype)
+        digest = fingerprint(params, program.layout)
+        if saved is not None and saved["fingerprint"] != digest:
+            raise UserError(
+                f"{teacher.ref} has changed: it has the fingerprint {digest[:12]}, but this run was trained with "
+                f"{saved['fingerprint'][:12]}; restore it, or start a new run with another trainer.id"
+            )
+        computation = teacher.config.computation()
+        if saved is not None and "model" in saved:  # earlier versions did not save it
+            advice = "restore it, or start a new run with another trainer.id"
+            require_equal(saved["model"], computation, f"the config.json of {teacher.ref} has changed", advice)
+    log.info(f"teacher: {teacher.ref}, {dtype}, frozen; fingerprint {digest[:12]}")
+    return params, {"ref": teacher.ref, "fingerprint": digest, "dtype": dtype, "model": computation}

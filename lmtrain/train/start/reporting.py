@@ -1,24 +1,35 @@
-"""Reporting of a run: its trackers, its goodput ledger, its log folder."""
+"""Reporting of a run: its trackers, its goodput ledger, its log folder, and what they say about it."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Any
 
 import jax
 
-from lmtrain.config.redact import find_secrets
+from lmtrain.config.describe import show
+from lmtrain.data.caches import Caches
+from lmtrain.hf.chat_template import tokenizer_contents
+from lmtrain.hf.tokenizer import TOKENIZER_FILES, Tokenizer, to_json
 from lmtrain.models.params import count_parameters
-from lmtrain.run.run import Run
+from lmtrain.run.config import RunConfig, resolved
+from lmtrain.run.run import Run, run_identity
 from lmtrain.runtime.accelerators import find_accelerator
-from lmtrain.runtime.logging import log
-from lmtrain.runtime.processes import Processes
-from lmtrain.tracking.goodput import Ledger
+from lmtrain.runtime.errors import UserError
+from lmtrain.runtime.logging import Processes, log, start_file_log
+from lmtrain.runtime.progress import format_bytes
+from lmtrain.runtime.redact import find_secrets, redact
+from lmtrain.runtime.storage import remove_temporaries, write_atomically
+from lmtrain.sharding.axes import used_axes
+from lmtrain.tracking.goodput import Ledger, Timer
 from lmtrain.tracking.open import Trackers, open_trackers
 from lmtrain.tracking.provenance import Provenance
-from lmtrain.tracking.timer import Timer
-from lmtrain.train.program.mfu import ModelFlops
+from lmtrain.train.program.compile import ModelFlops, layout_table
 from lmtrain.train.program.program import Program
+from lmtrain.weights.load_checkpoint import BASE_ITEM, LoraBase
+from lmtrain.weights.run_tokenizer import GENERATION_CONFIG, generation_of, kept_tokenizer, template_of
 
 
 @dataclass(frozen=True)
@@ -107,3 +118,103 @@ def device_summary(flops: ModelFlops, seq_len: int) -> dict[str, Any]:
         values["throughput/theoretical_flops_per_device"] = flops.peak_flops / jax.device_count()
         values["throughput/theoretical_flops"] = flops.peak_flops
     return values
+
+
+def log_program(program: Program) -> None:
+    """Log the model, the layout of its parameters, and the memory of the training state."""
+    config, model = program.config, program.model
+    trained = ""
+    if program.abstract.base is not None:
+        trained = f", of which LoRA trains {sum(leaf.size for leaf in jax.tree.leaves(program.abstract.params)):,}"
+    log.info(f"{config.model.type}, {count_parameters(model):,} parameters{trained}, {config.trainer.precision}")
+    if config.trainer.precision.products and program.products and not program.experts_in_8_bits:
+        log.info(
+            f"  products of experts ({program.products.name}) have no 8 bits in {config.trainer.precision.products}"
+        )
+    moe = getattr(config.model, "moe", None)
+    if moe is not None:
+        log.info(
+            f"  losses added for the routers: model.moe.aux_loss {moe.aux_loss:g}, model.moe.z_loss {moe.z_loss:g}"
+        )
+    for line in layout_table(model, program.layout, program.abstract.with_base(program.abstract.params)):
+        log.info(f"  {line}")
+    state = format_bytes(sum(program.state_bytes.values()))
+    log.info(f"  training state: {state} per device; `lmtrain plan` compiles the step for its peak memory")
+    if config.trainer.precision.params == "bfloat16":
+        log.warning(
+            "trainer.mp: parameters are stored in bfloat16: an update of less than 1/512 of a parameter is rounded "
+            "away; p=f32,c=bfloat16 stores them in float32"
+        )
+    if config.objective.needs_reference and program.model.has_dropout:
+        log.warning(
+            f"objective {config.objective.type}: the model has dropout in training, its reference has none; set "
+            "model.resid_pdrop, embed_pdrop and attn_pdrop, and lora.dropout, to 0.0, as TRL does"
+        )
+
+
+def describe_run(
+    config: RunConfig,
+    run: str,
+    tokenizer: dict[str, Any],
+    caches: Caches,
+    program: Program,
+    base: LoraBase | None = None,
+) -> dict[str, Any]:
+    """The run info that is stored in every checkpoint next to the arrays. `base` of a run with LoRA."""
+    # with dropout, the masks depend on the number of microbatches
+    microbatches = {str(size): number for size, number in program.batching.num_microbatches.items()}
+    return {
+        "run_id": run,
+        "identity": run_identity(config, tokenizer, caches.identity),
+        "config": resolved(config),
+        "machine": {
+            "device": jax.devices()[0].device_kind,
+            # as in checkpoints from before there were more axes
+            "mesh": used_axes(program.layout.mesh.shape),
+            "microbatches": microbatches,
+            "xla_options": program.xla_options,
+        },
+        **({} if base is None else {BASE_ITEM: redact(base.run_info)}),
+        "versions": {name: version(name) for name in ("lmtrain", "jax", "flax", "optax", "orbax-checkpoint")},
+    }
+
+
+def open_log(run: Run, processes: Processes) -> None:
+    """Open the log file of this process. Raises `UserError` if it cannot be written."""
+    with _naming_the_setting(run):
+        start_file_log(os.path.dirname(run.logs), run.id, processes)
+
+
+def keep_config(run: Run) -> None:
+    """Write `config.yaml`, each value with its origin. Raises `UserError` if it cannot be written."""
+    with _naming_the_setting(run):
+        os.makedirs(run.logs, exist_ok=True)
+        remove_temporaries(run.logs)
+        text = show(resolved(run.config), run.loaded.tree)
+        write_atomically(os.path.join(run.logs, "config.yaml"), text.encode())
+
+
+def keep_tokenizer(run: Run, tokenizer: Tokenizer) -> None:
+    """Copy the tokenizer's files with the run's chat template, and the initial model's settings of generation, so that
+    the run no longer depends on the originals."""
+    if tokenizer.library is None:
+        return
+    source, folder = os.path.expanduser(tokenizer.path), kept_tokenizer(run)
+    with _naming_the_setting(run):
+        os.makedirs(folder, exist_ok=True)
+        remove_temporaries(folder)
+        contents = tokenizer_contents(source, template_of(run, tokenizer))
+        if generation := generation_of(run):
+            contents[GENERATION_CONFIG] = to_json(generation)
+        for name in (GENERATION_CONFIG, *reversed(TOKENIZER_FILES)):  # tokenizer.json last: its presence means complete
+            if name in contents:
+                write_atomically(os.path.join(folder, name), contents[name])
+
+
+@contextmanager
+def _naming_the_setting(run: Run) -> Iterator[None]:
+    """Convert file system errors into errors that name the setting."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"trainer.log_dir: {run.config.trainer.log_dir} cannot be created: {error.strerror}") from None

@@ -6,17 +6,17 @@ from typing import Any
 from pydantic import ValidationError
 
 from lmtrain.checkpoint.discovery import Checkpoint
-from lmtrain.config.differences import describe_differences, require_equal
+from lmtrain.config.tree import describe_differences, require_equal
 from lmtrain.optim.schedules import build_schedule
 from lmtrain.run.config import RunConfig
-from lmtrain.run.identity import omitted, without_tunable
+from lmtrain.run.run import omitted, without_tunable
 from lmtrain.runtime.logging import log
 from lmtrain.weights.export_folder import export_folder, is_missing
 
 # Key of a checkpoint's run info: the evaluation of its step was ended by a signal.
 EVALUATION_PENDING = "evaluation_pending"
 
-# Key of a checkpoint's run info: the best evaluations so far, as in `lmtrain/train/loop/best.py`.
+# Key of a checkpoint's run info: the best evaluations so far, as in `lmtrain/train/loop/saver.py`.
 DECISIONS = "decisions"
 
 # Factor between two steps by which a learning rate must change, beyond what was planned, to be warned about.

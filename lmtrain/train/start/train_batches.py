@@ -1,4 +1,4 @@
-"""The training batches of a run, from its caches to its devices."""
+"""The batches of a run for training and evaluation, from its caches to its devices."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -6,13 +6,20 @@ from typing import Any
 
 import numpy as np
 
+from lmtrain.checkpoint.discovery import Checkpoint
 from lmtrain.data.batches import EvalSource, TrainSource, iterate, open_cache
 from lmtrain.data.caches import Cache, Caches, build_mixture, describe_epochs
-from lmtrain.evaluation.validation_sets import ValidationSet
+from lmtrain.evaluation.interface import Context, ValidationSet, open_validation_sets
+from lmtrain.hf.tokenizer import Tokenizer
+from lmtrain.objectives.registry import build_objective
 from lmtrain.run.config import RunConfig, data_seed
-from lmtrain.runtime.logging import log
+from lmtrain.runtime.distributed import gather
+from lmtrain.runtime.logging import ALONE, Processes, log
 from lmtrain.sharding.mesh import Layout
 from lmtrain.sharding.placement import LocalPart
+from lmtrain.tracking.open import Trackers
+from lmtrain.train.program.program import Program
+from lmtrain.train.start.resume import EVALUATION_PENDING
 
 
 class TrainBatches:
@@ -66,3 +73,38 @@ class TrainBatches:
         """Global arrays, one batch for each step after `first_step` updates."""
         for step, batch in enumerate(iterate(self._source, first_step), start=first_step):
             yield self._parts[self._sizes.at(step)].place(batch)
+
+
+def open_evaluation(
+    program: Program, caches: Caches, tokenizer: Tokenizer, folder: str, processes: Processes = ALONE
+) -> Context:
+    """The validation sets and the rest of the evaluation context. Raises `UserError` for corrupt shards."""
+    config = program.config
+    return Context(
+        model=program.model,
+        layout=program.layout,
+        compute_dtype=config.trainer.precision.compute,
+        tokenizer=tokenizer,
+        sets=open_validation_sets(
+            config.data,
+            caches.validation,
+            program.layout,
+            seq_len=config.model.seq_len,
+            batch_size=program.batching.eval_batch,
+            max_batches=config.trainer.max_eval_batches,
+        ),
+        seq_len=config.model.seq_len,
+        batch_size=program.batching.eval_batch,
+        processes=processes,
+        folder=folder,
+        objective=build_objective(config.objective, config.z_loss_weight),
+        enforce_bos=config.data.enforce_bos,
+        xla_options=program.xla_options,
+    )
+
+
+def is_pending(own: Checkpoint | None, trackers: Trackers, processes: Processes = ALONE) -> bool:
+    """Whether a signal ended the evaluation of the checkpoint that a run resumes from. The first process decides."""
+    logged = any(name.startswith("eval/") for name in trackers.names)  # all metrics of an evaluation are logged at once
+    pending = own is not None and EVALUATION_PENDING in own.read_run_info() and not logged
+    return bool(gather(processes, "evaluation pending", pending)[0])

@@ -9,26 +9,21 @@ import jax.numpy as jnp
 import optax
 from flax import struct
 
-from lmtrain.models.auxiliary import AUXILIARY, Auxiliary, collect, has_auxiliary
 from lmtrain.models.interface import LanguageModel, hidden_and_head
 from lmtrain.models.layers.quantized import QUANTIZED
 from lmtrain.models.moe.grouped import supports
 from lmtrain.models.moe.load import BY_LAYER, LOAD, REDUCE, balanced, collect_load, load_metrics
-from lmtrain.models.params import cast_to_compute
-from lmtrain.models.quantization import copies
+from lmtrain.models.params import AUXILIARY, Auxiliary, cast_to_compute, collect, copies, has_auxiliary
 from lmtrain.objectives.distillation import TEACHER
 from lmtrain.objectives.interface import LossTerms, Objective, sum_of_weights
-from lmtrain.optim.moments import widen
 from lmtrain.optim.schedules import Schedule
+from lmtrain.optim.transforms import widen
 from lmtrain.sharding.local import num_parts, split_over
-from lmtrain.sharding.mesh import Layout
-from lmtrain.sharding.mesh_function import MeshFunction
+from lmtrain.sharding.mesh import Layout, MeshFunction
 from lmtrain.tracking.jit_log import METRICS, collecting
-from lmtrain.train.step.ema import Averaging, move_average
-from lmtrain.train.step.hessian import estimate_hessian
-from lmtrain.train.step.microbatches import sum_over_microbatches
+from lmtrain.train.step.hessian import estimate_hessian, sum_over_microbatches
 from lmtrain.train.step.norms import Watch
-from lmtrain.train.step.state import TrainState
+from lmtrain.train.step.state import Averaging, TrainState, move_average
 
 # Part of the name of all operations of the optimizer in a compiled program.
 OPTIMIZER_SCOPE = "optimizer_update"
@@ -63,7 +58,7 @@ class TrainStep:
     The loss is the mean of `objective` over the batch and does not depend on the number of microbatches, which
     `num_microbatches` gives for each batch size. `requests` are those of a run's processes, by device; the step returns
     the maximum of each; None for a run of one process (`agreement.py`). Dropout is a function of (seed, step,
-    microbatch). Auxiliary losses of the model are added (`lmtrain/models/auxiliary.py`), but are not part of
+    microbatch). Auxiliary losses of the model are added (`lmtrain/models/params.py`), but are not part of
     `train/loss`. Values that the model sows or that `jit_log` receives are part of the metrics. `hessian` is the method
     of the estimate that the optimizer uses, `balance_rate` that of the biases that balance the load of experts. The
     objective of a run with a `teacher` gets its hidden states and head. `products`: the blocks' matrices are copied to

@@ -5,8 +5,8 @@ import sys
 import pytest
 from evaluation.local_tasks import harness
 
-from lmtrain.config.errors import UserError
 from lmtrain.evaluation.benchmarks.check import check_benchmarks
+from lmtrain.runtime.errors import UserError
 
 
 def test_without_lm_eval_the_extra_is_named(tmp_path, monkeypatch):

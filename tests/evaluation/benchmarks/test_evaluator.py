@@ -5,9 +5,9 @@ import logging
 import pytest
 from evaluation.local_tasks import harness
 
-from lmtrain.config.errors import UserError
 from lmtrain.evaluation.benchmarks.evaluator import Benchmarks, metrics_of
 from lmtrain.evaluation.run import Evaluations
+from lmtrain.runtime.errors import UserError
 
 
 def test_metrics_have_the_names_of_tasks_and_no_standard_errors_in_training(gpt2, tmp_path):

@@ -7,10 +7,10 @@ import pytest
 from chat_tokenizer import write_chat_tokenizer
 from evaluation.local_tasks import harness
 
-from lmtrain.config.errors import UserError
 from lmtrain.evaluation.benchmarks.evaluator import Benchmarks
 from lmtrain.evaluation.benchmarks.language_model import generation_limits
 from lmtrain.hf.tokenizer import load_tokenizer
+from lmtrain.runtime.errors import UserError
 
 
 def test_a_generation_has_the_limits_of_its_task_or_those_of_lm_eval():

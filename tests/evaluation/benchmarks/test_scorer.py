@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from conftest import CORPUS
 
-from lmtrain.evaluation.benchmarks.scorer import Question, Scorer, lengths
+from lmtrain.evaluation.benchmarks.language_model import Question, Scorer, lengths
 from lmtrain.runtime.signals import StoppedError
 
 
@@ -69,9 +69,9 @@ import os
 os.environ["XLA_FLAGS"] += " --xla_force_host_platform_device_count=8"
 from models import quick
 import jax, json, numpy as np
-from lmtrain.evaluation.benchmarks.scorer import Question, Scorer
+from lmtrain.evaluation.benchmarks.language_model import Question, Scorer
 from lmtrain.evaluation.interface import Context
-from lmtrain.generation.greedy import GreedyDecoder
+from lmtrain.generation.decode import GreedyDecoder
 from lmtrain.run.config import RunConfig
 from lmtrain.sharding.config import PartitioningConfig
 from lmtrain.sharding.mesh import build_layout

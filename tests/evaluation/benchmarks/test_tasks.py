@@ -8,10 +8,10 @@ import pytest
 from conftest import TOKENIZER
 from evaluation.local_tasks import harness, write_tasks
 
-from lmtrain.config.errors import UserError
 from lmtrain.evaluation.benchmarks.config import EvalHarnessConfig
 from lmtrain.evaluation.benchmarks.evaluator import Benchmarks
 from lmtrain.evaluation.benchmarks.tasks import load_tasks
+from lmtrain.runtime.errors import UserError
 
 
 def test_the_number_of_examples_in_a_prompt_is_that_of_the_task_then_of_the_run(gpt2, tmp_path):

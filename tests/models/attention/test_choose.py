@@ -7,9 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from lmtrain.config.errors import UserError
-from lmtrain.models.attention.choose import choose_attention, log_attention
-from lmtrain.models.attention.kernel import kernels, self_attend
+from lmtrain.models.attention.kernel import choose_attention, kernels, log_attention, self_attend
 from lmtrain.models.attention.names import FEATURES, AttentionNeeds
 from lmtrain.models.backpack.config import BackpackConfig
 from lmtrain.models.gpt2.config import Gpt2Config
@@ -18,6 +16,7 @@ from lmtrain.models.mpt.config import MptConfig
 from lmtrain.models.params import abstract_params
 from lmtrain.models.registry import build_model
 from lmtrain.run.config import RunConfig
+from lmtrain.runtime.errors import UserError
 
 KERNELS = {kernel.name: kernel for kernel in kernels()}
 HOME = {name: kernel.platform for name, kernel in KERNELS.items()}

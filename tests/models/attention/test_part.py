@@ -5,9 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lmtrain.models.attention.attend import alibi_slopes, attend
+from lmtrain.models.attention.attend import Options, alibi_slopes, attend
 from lmtrain.models.attention.kernel import kernel_of, kernels
-from lmtrain.models.attention.options import Options
 
 LENGTH, SIZE = 192, 48
 

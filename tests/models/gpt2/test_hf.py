@@ -3,11 +3,11 @@
 import pytest
 from models import quick
 
-from lmtrain.config.errors import UserError
 from lmtrain.models.gpt2.config import Gpt2Config
 from lmtrain.models.gpt2.hf import canonical, from_hf_config, table
 from lmtrain.models.gpt2.model import Gpt2LM
 from lmtrain.models.params import flatten
+from lmtrain.runtime.errors import UserError
 
 CONFIG = Gpt2Config(hidden_dim=12, num_heads=3, num_layers=2, seq_len=8, mlp_scale=2)
 

@@ -6,8 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lmtrain.models.layers.embedding import look_up
-from lmtrain.models.layers.linear import Embed
+from lmtrain.models.layers.linear import Embed, look_up
 
 V, D = 50, 8
 RNG = np.random.default_rng(0)

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lmtrain.models.layers.norm import LayerNorm, RmsNorm
+from lmtrain.models.layers.mlp import LayerNorm, RmsNorm
 
 SCALE = np.linspace(0.5, 2.0, 8).astype(np.float32)
 BIAS = np.linspace(-1.0, 1.0, 8).astype(np.float32)

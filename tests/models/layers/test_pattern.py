@@ -12,7 +12,7 @@ from models.families import BATCH, window_model
 
 from lmtrain.models.interface import NO_DOCUMENTS, Documents
 from lmtrain.models.layers.linear import Linear
-from lmtrain.models.layers.norm import RmsNorm
+from lmtrain.models.layers.mlp import RmsNorm
 from lmtrain.models.layers.stack import stack
 from lmtrain.models.llama.model import LlamaBlock
 

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from lmtrain.models.base_config import RopeConfig
 from lmtrain.models.layers.rope import frequencies, magnitude, rotate
-from lmtrain.models.rope_config import RopeConfig
 
 RNG = np.random.default_rng(0)
 PLAIN = 100.0 ** (-np.arange(0, 8, 2) / 8)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from lmtrain.models.interface import Documents
-from lmtrain.models.layers import unfused
+from lmtrain.models.layers import remat
 from lmtrain.models.llama.config import LlamaConfig
 from lmtrain.models.llama.model import LlamaBlock
 
@@ -28,7 +28,7 @@ def gradients():
 
 def test_a_block_has_them_on_tpus_only_and_computes_the_same(monkeypatch):
     plain, expected = gradients()
-    monkeypatch.setattr(unfused, "platform", lambda: "tpu")
+    monkeypatch.setattr(remat, "platform", lambda: "tpu")
     text, found = gradients()
     assert plain.count("optimization_barrier") == 0
     # inputs and outputs of attention and MLP, the gradients of these four, the gradient of the MLP's input as tokens,
@@ -37,8 +37,8 @@ def test_a_block_has_them_on_tpus_only_and_computes_the_same(monkeypatch):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6), found, expected)
 
 
-@pytest.mark.parametrize("function", [unfused.unfused, unfused.unfused_gradient])
+@pytest.mark.parametrize("function", [remat.unfused, remat.unfused_gradient])
 def test_second_derivatives_pass_through(monkeypatch, function):
-    monkeypatch.setattr(unfused, "platform", lambda: "tpu")
+    monkeypatch.setattr(remat, "platform", lambda: "tpu")
     slope = jax.grad(lambda x: function(x) ** 3)
     assert jax.jvp(slope, (2.0,), (1.0,))[1] == 12.0

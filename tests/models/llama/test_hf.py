@@ -4,10 +4,10 @@
 
 import pytest
 
-from lmtrain.config.errors import UserError
 from lmtrain.models.llama.config import LlamaConfig
 from lmtrain.models.llama.hf import from_hf_config, to_hf_config
 from lmtrain.models.llama.relatives import RELATIVES
+from lmtrain.runtime.errors import UserError
 
 SIZES = {
     "hidden_size": 32,

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from lmtrain.models.moe import experts
-from lmtrain.models.moe.dispatch import part_of, sort_by_expert
-from lmtrain.models.moe.experts import Matrices, apply_experts, rows_of_round
+from lmtrain.models.moe.experts import Matrices, apply_experts, part_of, rows_of_round, sort_by_expert
 
 BATCH, LENGTH, EMBED, WIDTH, EXPERTS, SELECTED = 3, 50, 12, 16, 6, 2
 RNG = np.random.default_rng(0)

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from jax.nn.initializers import normal
 
-from lmtrain.models.auxiliary import AUXILIARY, collect
 from lmtrain.models.moe.config import MoeConfig
+from lmtrain.models.moe.layer import Router, score
 from lmtrain.models.moe.load import LOAD, balanced, collect_load, load_metrics
-from lmtrain.models.moe.router import Router, score
+from lmtrain.models.params import AUXILIARY, collect
 
 BATCH, LENGTH, EMBED, EXPERTS, SELECTED = 3, 7, 5, 6, 2
 RNG = np.random.default_rng(0)

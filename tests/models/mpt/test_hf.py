@@ -2,9 +2,9 @@
 
 import pytest
 
-from lmtrain.config.errors import UserError
 from lmtrain.models.mpt.config import MptConfig
 from lmtrain.models.mpt.hf import from_hf_config, table, to_hf_config
+from lmtrain.runtime.errors import UserError
 
 PUBLISHED = {
     "model_type": "mpt",

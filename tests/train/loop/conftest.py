@@ -8,21 +8,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lmtrain.checkpoint.policies import decide, next_permanent_step
+from lmtrain.checkpoint.config import decide, next_permanent_step
 from lmtrain.evaluation.interface import Context
 from lmtrain.run.config import RunConfig
-from lmtrain.runtime.processes import ALONE
+from lmtrain.runtime.logging import ALONE
 from lmtrain.runtime.signals import StopRequest
 from lmtrain.sharding.config import PartitioningConfig
 from lmtrain.sharding.mesh import build_layout
-from lmtrain.tracking.goodput import Ledger
-from lmtrain.tracking.timer import Timer
+from lmtrain.tracking.goodput import Ledger, Timer
 from lmtrain.train.loop import loop as loop_module
-from lmtrain.train.loop.best import Decisions
 from lmtrain.train.loop.loop import train
-from lmtrain.train.loop.saver import Saver
+from lmtrain.train.loop.saver import Decisions, Saver
 from lmtrain.train.loop.setup import Setup, Start
-from lmtrain.train.program.mfu import ModelFlops
+from lmtrain.train.program.compile import ModelFlops
 from lmtrain.train.start.reporting import Reporting
 from lmtrain.train.step.norms import Watch
 from lmtrain.train.step.state import TrainState

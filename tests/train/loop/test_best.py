@@ -7,7 +7,7 @@ import pytest
 
 from lmtrain.checkpoint.config import BestConfig
 from lmtrain.evaluation.config import EarlyStoppingConfig
-from lmtrain.train.loop.best import BestSoFar, Decisions
+from lmtrain.train.loop.saver import BestSoFar, Decisions
 
 
 def updates(best, values, first=1):

@@ -2,11 +2,11 @@
 
 import pytest
 
-from lmtrain.checkpoint.policies import Kind
+from lmtrain.checkpoint.config import Kind
 from lmtrain.evaluation.run import Evaluations
-from lmtrain.runtime.processes import ALONE, Processes
+from lmtrain.runtime.logging import ALONE, Processes
 from lmtrain.train.loop.due import LONG_STEP_SECONDS, Due
-from lmtrain.train.step.agreement import Agreement, Requests
+from lmtrain.train.step.norms import Agreement, Requests
 
 LAST = 20
 KEEP_FIVE = {"checkpointer": {"keep": [{"every": 5}], "save_interval": None}}

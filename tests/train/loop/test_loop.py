@@ -8,7 +8,7 @@ import signal
 import jax
 import pytest
 
-from lmtrain.runtime.processes import Processes
+from lmtrain.runtime.logging import Processes
 from lmtrain.runtime.signals import StoppedError
 from lmtrain.train.loop.reporter import DivergedError
 

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from lmtrain.train.loop import memory_in_use as module
-from lmtrain.train.loop.memory_in_use import memory_in_use
+from lmtrain.train.loop import reporter as module
+from lmtrain.train.loop.reporter import memory_in_use
 
 HOST = "memory/host_peak_bytes"
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from lmtrain.run.trainer import LoggingConfig, ProfilerConfig
-from lmtrain.train.loop.profiler import Profiler
+from lmtrain.train.loop.loop import Profiler
 
 
 @jax.jit

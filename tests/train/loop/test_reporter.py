@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lmtrain.config.errors import RunError
 from lmtrain.evaluation.run import Findings
+from lmtrain.runtime.errors import RunError
 from lmtrain.train.loop.reporter import DivergedError, Reporter
 
 

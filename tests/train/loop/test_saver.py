@@ -2,8 +2,8 @@
 
 import pytest
 
-from lmtrain.checkpoint.policies import Kind
-from lmtrain.tracking.timer import HOOKS, SAVING
+from lmtrain.checkpoint.config import Kind
+from lmtrain.tracking.goodput import HOOKS, SAVING
 from lmtrain.train.step.state import TrainState
 
 STATE = TrainState(4, params="params", opt_state="moments")

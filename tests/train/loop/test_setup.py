@@ -8,11 +8,11 @@ import pytest
 from opened_run import open_run
 
 from lmtrain.checkpoint.checkpointer import Checkpointer
-from lmtrain.checkpoint.policies import Kind
-from lmtrain.config.errors import UserError
+from lmtrain.checkpoint.config import Kind
 from lmtrain.config.load import LoadedConfig
 from lmtrain.run.run import Run
-from lmtrain.runtime.processes import ALONE
+from lmtrain.runtime.errors import UserError
+from lmtrain.runtime.logging import ALONE
 from lmtrain.train.loop import setup as module
 from lmtrain.train.loop.setup import set_up
 from lmtrain.train.program.out_of_memory import MemoryUse

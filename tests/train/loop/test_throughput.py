@@ -2,10 +2,10 @@
 
 import pytest
 
-from lmtrain.data.batch_sizes import BatchSizes
-from lmtrain.tracking.timer import COMPILE, DATA, EVALUATION, HOOKS, SAVING, Timer
-from lmtrain.train.loop.throughput import Throughput
-from lmtrain.train.program.mfu import ModelFlops
+from lmtrain.data.config import BatchSizes
+from lmtrain.tracking.goodput import COMPILE, DATA, EVALUATION, HOOKS, SAVING, Timer
+from lmtrain.train.loop.reporter import Throughput
+from lmtrain.train.program.compile import ModelFlops
 
 # 1000 tokens per second are 2 % of the peak, and 1.5 % if attention counts as half
 KNOWN = ModelFlops(flops_per_token=2e6, causal_flops_per_token=1.5e6, peak_flops=1e11)

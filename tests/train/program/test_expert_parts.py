@@ -3,10 +3,10 @@
 import pytest
 from sharding.test_mesh import FakeDevice
 
-from lmtrain.config.errors import UserError
 from lmtrain.run.config import RunConfig
 from lmtrain.runtime.accelerators import ACCELERATORS
-from lmtrain.train.program.expert_parts import choose_expert_parts
+from lmtrain.runtime.errors import UserError
+from lmtrain.train.program.parts import choose_expert_parts
 
 HOSTS = [FakeDevice(number, number // 8, number // 8, "cuda", "NVIDIA H100") for number in range(64)]
 SIZES = {"type": "llama", "hidden_dim": 2048, "num_heads": 16, "num_layers": 2, "seq_len": 4096}

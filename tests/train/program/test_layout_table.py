@@ -8,7 +8,7 @@ from lmtrain.models.gpt2.model import Gpt2LM
 from lmtrain.models.params import abstract_params, with_dtype
 from lmtrain.sharding.config import PartitioningConfig
 from lmtrain.sharding.mesh import build_layout
-from lmtrain.train.program.layout_table import layout_table
+from lmtrain.train.program.compile import layout_table
 
 MODEL = Gpt2LM(Gpt2Config(hidden_dim=64, num_heads=2, num_layers=3, seq_len=1024, pad_vocab_to_multiple_of=1), 2048)
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from lmtrain.config.errors import UserError
 from lmtrain.models.gpt2.config import Gpt2Config
 from lmtrain.run.config import RunConfig
+from lmtrain.runtime.errors import UserError
 from lmtrain.runtime.progress import format_bytes
 from lmtrain.train.program import out_of_memory
 from lmtrain.train.program.out_of_memory import OutOfMemoryError

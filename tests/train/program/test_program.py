@@ -2,9 +2,9 @@
 
 import pytest
 
-from lmtrain.config.errors import UserError
 from lmtrain.run.config import RunConfig
 from lmtrain.runtime.accelerators import ACCELERATORS
+from lmtrain.runtime.errors import UserError
 from lmtrain.train.program.program import build_program
 
 MODEL = {"type": "gpt2", "hidden_dim": 16, "num_heads": 2, "seq_len": 16}

@@ -4,7 +4,7 @@ import pytest
 from sharding.test_mesh import FakeDevice
 
 from lmtrain.sharding.config import PartitioningConfig
-from lmtrain.train.program.replicas import choose_replicas
+from lmtrain.train.program.parts import choose_replicas
 
 HOSTS = [FakeDevice(number, number // 8, number // 8, "cuda", "NVIDIA H100") for number in range(32)]
 GIB = 2**30

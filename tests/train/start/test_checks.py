@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from lmtrain.config.errors import UserError
 from lmtrain.config.load import LoadedConfig
 from lmtrain.run.config import RunConfig
 from lmtrain.run.run import Run
-from lmtrain.runtime.processes import ALONE, Processes
+from lmtrain.runtime.errors import UserError
+from lmtrain.runtime.logging import ALONE, Processes
 from lmtrain.train.start.checks import check_before_data, check_services, check_settings
 
 

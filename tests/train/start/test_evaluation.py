@@ -7,8 +7,8 @@ import pytest
 from lmtrain.checkpoint.discovery import Checkpoint
 from lmtrain.tracking.json_log import JsonLog
 from lmtrain.tracking.open import Trackers
-from lmtrain.train.start.evaluation import is_pending
 from lmtrain.train.start.resume import EVALUATION_PENDING
+from lmtrain.train.start.train_batches import is_pending
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from lmtrain.hf.tokenizer import load_tokenizer
 from lmtrain.models.params import abstract_params
 from lmtrain.models.registry import build_model
 from lmtrain.run.config import RunConfig
-from lmtrain.runtime.processes import ALONE
+from lmtrain.runtime.logging import ALONE
 from lmtrain.runtime.storage import list_names, write_bytes
 from lmtrain.sharding.config import PartitioningConfig
 from lmtrain.sharding.mesh import build_layout

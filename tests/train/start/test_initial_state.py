@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 
 from lmtrain.checkpoint.checkpointer import Checkpointer
-from lmtrain.checkpoint.config import CheckpointerConfig
-from lmtrain.checkpoint.policies import Kind
-from lmtrain.config.errors import UserError
+from lmtrain.checkpoint.config import CheckpointerConfig, Kind
 from lmtrain.run.config import RunConfig, resolved
-from lmtrain.run.identity import identity
+from lmtrain.run.run import identity
+from lmtrain.runtime.errors import UserError
 from lmtrain.train.program.program import build_program
 from lmtrain.train.start.initial_state import begin, own_checkpoint
 

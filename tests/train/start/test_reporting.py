@@ -9,7 +9,7 @@ from lmtrain.plan.figures import describe
 from lmtrain.plan.report import model_lines
 from lmtrain.run.config import RunConfig
 from lmtrain.runtime.accelerators import find_accelerator
-from lmtrain.train.program.mfu import ModelFlops
+from lmtrain.train.program.compile import ModelFlops
 from lmtrain.train.program.program import build_program
 from lmtrain.train.start import reporting as module
 from lmtrain.train.start.reporting import model_flops

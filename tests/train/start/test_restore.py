@@ -7,14 +7,13 @@ import optax
 import pytest
 
 from lmtrain.checkpoint.checkpointer import Checkpointer
-from lmtrain.checkpoint.config import CheckpointerConfig
+from lmtrain.checkpoint.config import CheckpointerConfig, Kind
 from lmtrain.checkpoint.discovery import find_checkpoints
-from lmtrain.checkpoint.policies import Kind
 from lmtrain.models.gpt2.config import Gpt2Config
 from lmtrain.models.gpt2.model import Gpt2LM
 from lmtrain.sharding.config import PartitioningConfig
 from lmtrain.sharding.mesh import build_layout
-from lmtrain.train.start.restore import restore_state
+from lmtrain.train.start.initial_state import restore_state
 from lmtrain.train.step.state import TrainState, state_shardings
 
 MODEL = Gpt2LM(Gpt2Config(hidden_dim=8, num_heads=2, num_layers=2, seq_len=8), 12)

@@ -6,7 +6,7 @@ import logging
 import pytest
 
 from lmtrain.checkpoint.discovery import Checkpoint
-from lmtrain.config.errors import UserError
+from lmtrain.runtime.errors import UserError
 from lmtrain.train.start.resume import check_same_run
 
 INFO = {

@@ -6,11 +6,11 @@ import pytest
 
 from lmtrain.data.caches import Caches
 from lmtrain.run.config import RunConfig, resolved
-from lmtrain.run.identity import run_identity
+from lmtrain.run.run import run_identity
 from lmtrain.train.program.program import build_program
-from lmtrain.train.start.run_info import describe_run, log_program
+from lmtrain.train.start.reporting import describe_run, log_program
 from lmtrain.weights.export_folder import BaseIdentity
-from lmtrain.weights.lora_base import LoraBase
+from lmtrain.weights.load_checkpoint import LoraBase
 
 MODEL = {"type": "llama", "hidden_dim": 16, "intermediate_dim": 24, "num_heads": 4, "num_layers": 2, "seq_len": 8}
 CACHES = Caches({}, {})

@@ -4,11 +4,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from lmtrain.config.errors import UserError
 from lmtrain.data.caches import Caches
 from lmtrain.run.config import RunConfig
-from lmtrain.train.start import run_length as module
-from lmtrain.train.start.run_length import length_of_data
+from lmtrain.runtime.errors import UserError
+from lmtrain.train.start import checks as module
+from lmtrain.train.start.checks import length_of_data
 
 CONFIG = RunConfig(epoch=2, trainer={"num_train_steps": 100, "train_batch_size": 4})
 

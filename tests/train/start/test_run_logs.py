@@ -6,13 +6,13 @@ import pytest
 import yaml
 from chat_tokenizer import MARKED, PLAIN, write_chat_tokenizer
 
-from lmtrain.config.errors import UserError
 from lmtrain.config.load import LoadedConfig
 from lmtrain.hf.tokenizer import Tokenizer, load_tokenizer
 from lmtrain.run.config import RunConfig
 from lmtrain.run.run import Run
-from lmtrain.runtime.processes import ALONE
-from lmtrain.train.start.run_logs import keep_config, keep_tokenizer, open_log
+from lmtrain.runtime.errors import UserError
+from lmtrain.runtime.logging import ALONE
+from lmtrain.train.start.reporting import keep_config, keep_tokenizer, open_log
 from lmtrain.weights.run_tokenizer import kept_tokenizer
 
 

@@ -5,7 +5,7 @@ import re
 import pytest
 from opened_run import open_run
 
-from lmtrain.config.errors import UserError
+from lmtrain.runtime.errors import UserError
 from lmtrain.sharding.mesh import build_layout
 from lmtrain.train.start.train_batches import TrainBatches
 

@@ -4,10 +4,10 @@ import jax
 import numpy as np
 import pytest
 
-from lmtrain.runtime.processes import ALONE, Processes
+from lmtrain.runtime.logging import ALONE, Processes
 from lmtrain.sharding.config import PartitioningConfig
 from lmtrain.sharding.mesh import build_layout
-from lmtrain.train.step.agreement import Agreement, Requests
+from lmtrain.train.step.norms import Agreement, Requests
 
 LAYOUT = build_layout(PartitioningConfig())
 

@@ -10,8 +10,7 @@ import pytest
 from models import quick
 
 from lmtrain.run.trainer import EmaConfig, EmaDecaySqrtConfig
-from lmtrain.train.step.ema import build_averaging, move_average, new_average
-from lmtrain.train.step.state import TrainState
+from lmtrain.train.step.state import TrainState, build_averaging, move_average, new_average
 
 EMA = EmaConfig(beta=0.9)
 SQRT = EmaDecaySqrtConfig(beta=0.9, switch_step=20, decay_steps=50, epsilon=0.01)

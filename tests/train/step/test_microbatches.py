@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from models import quick
 
-from lmtrain.train.step.microbatches import sum_over_microbatches
+from lmtrain.train.step.hessian import sum_over_microbatches
 
 VOCAB = 19
 RNG = np.random.default_rng(0)

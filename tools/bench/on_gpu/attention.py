@@ -18,13 +18,12 @@ from on_gpu.device import accelerator, device, memory, platform
 from on_gpu.results import Result, Table, Verdict
 from on_gpu.timing import Pace, take_turns
 
-from lmtrain.compiled.bound import bound
-from lmtrain.config.errors import UserError
-from lmtrain.models.attention.choose import choose_attention
-from lmtrain.models.attention.kernel import kernels, self_attend
+from lmtrain.compiled.figures import bound
+from lmtrain.models.attention.kernel import choose_attention, kernels, self_attend
 from lmtrain.models.attention.names import PLAIN, AttentionNeeds
 from lmtrain.plan.figures import memory_of
 from lmtrain.runtime.accelerators import Accelerator
+from lmtrain.runtime.errors import UserError
 
 # Maximum error of outputs and gradients in bfloat16 against float32, relative to their norm.
 TOLERANCE = 0.02

@@ -2,8 +2,8 @@
 
 import jax
 
+from lmtrain.models.attention.attend import Options
 from lmtrain.models.attention.kernel import Kernel, all_but, missing_in_jax
-from lmtrain.models.attention.options import Options
 
 
 def triton(
