@@ -65,8 +65,17 @@ _SCHEDULES: dict[str, dict[str, Any]] = {
 def loss_curve() -> str:
     """The loss of gpt2_nano over the 200 steps of tests/golden/test_curve.py, as a report shows it."""
     losses = json.loads(CURVE.read_text())
-    line = Line("train/loss", thin(range(1, len(losses) + 1), losses), 0)
-    return _chart(Plot("loss", "Training loss of gpt2_nano", "nats per token", [line], len(losses), wide=True))
+    line = Line(label="train/loss", curve=thin(range(1, len(losses) + 1), losses), number=0)
+    return _chart(
+        Plot(
+            name="loss",
+            title="Training loss of gpt2_nano",
+            unit="nats per token",
+            lines=[line],
+            last_step=len(losses),
+            wide=True,
+        )
+    )
 
 
 def schedules() -> str:
@@ -75,8 +84,10 @@ def schedules() -> str:
     steps = range(0, _STEPS, 80)
     for number, (label, settings) in enumerate(_SCHEDULES.items()):
         schedule = build_schedule(AdamConfig(learning_rate=1e-3, warmup=0.05, **settings), _STEPS)
-        lines.append(Line(label, thin(steps, [float(schedule(step)) for step in steps]), number))
-    return _chart(Plot("schedules", "Learning rate", "", lines, _STEPS, wide=True, from_zero=True))
+        lines.append(Line(label=label, curve=thin(steps, [float(schedule(step)) for step in steps]), number=number))
+    return _chart(
+        Plot(name="schedules", title="Learning rate", unit="", lines=lines, last_step=_STEPS, wide=True, from_zero=True)
+    )
 
 
 def live_view() -> str:
@@ -113,10 +124,10 @@ def scaling_law() -> str:
     """The runs of ladders/nano, the law of them, the prediction of ladders/nano_large, and its three runs."""
     losses = json.loads(SCALING.read_text())
     ladder = read_ladder(str(ROOT / "configs/ladders/nano.yaml"), None)
-    tried = [Result(trial, trial.steps, losses["runs"][trial.id]) for trial in trials(ladder)]
+    tried = [Result(point=trial, step=trial.steps, loss=losses["runs"][trial.id]) for trial in trials(ladder)]
     rates = best_rates(ladder, losses["runs"])
     assert rates is not None
-    law = [Result(point, point.steps, losses["runs"][point.id]) for point in points(ladder, rates)]
+    law = [Result(point=point, step=point.steps, loss=losses["runs"][point.id]) for point in points(ladder, rates)]
     results = Results(tried, law)
     fitted = fit_ladder(ladder, results, None)
     config = load_config(RunConfig, str(ROOT / "configs/ladders/nano_large.yaml")).config

@@ -39,7 +39,7 @@ class SaveError(RunError):
     """A checkpoint could not be saved, and the run must not continue without it."""
 
 
-@dataclass
+@dataclass(kw_only=True)
 class _Save:
     """A save in progress. Its thread sets `problem` if it fails, else `seconds`: from its start to its manifest."""
 
@@ -145,7 +145,14 @@ class Checkpointer:
         """
         began = self._clock()
         self.finish()
-        save = self._save = _Save(step, kind, began, run_info | {"step": step}, before_commit, best_step)
+        save = self._save = _Save(
+            step=step,
+            kind=kind,
+            began=began,
+            run_info=run_info | {"step": step},
+            before_commit=before_commit,
+            best_step=best_step,
+        )
         self._last_save = began
         self._retry_at = None
         try:
@@ -266,7 +273,9 @@ class Checkpointer:
         path = step_folder(self.path, save.step)
         write_json(join(path, RUN_INFO), save.run_info)
         records |= record_files(path, [RUN_INFO])
-        self._folder.complete(Manifest(save.step, save.kind, time.time(), records), save.best_step)
+        self._folder.complete(
+            Manifest(step=save.step, kind=save.kind, saved=time.time(), files=records), save.best_step
+        )
 
     def _together(self, name: str, work: Callable[[], T]) -> T:
         """The result of `work` in this process. Raises in all processes if it failed in one of them."""

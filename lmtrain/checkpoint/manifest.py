@@ -34,7 +34,7 @@ class FileRecord(NamedTuple):
     checksum: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Manifest:
     """Content of `manifest.json`: `files` by path within the checkpoint; `saved` in seconds since 1970."""
 
@@ -84,7 +84,7 @@ def _from_bytes(folder: str, content: bytes) -> Manifest:
                 "another version of lmtrain"
             )
         files = {name: FileRecord(int(size), str(checksum)) for name, (size, checksum) in value["files"].items()}
-        manifest = Manifest(int(value["step"]), Kind(value["kind"]), float(value["saved"]), files)
+        manifest = Manifest(step=int(value["step"]), kind=Kind(value["kind"]), saved=float(value["saved"]), files=files)
         if _to_bytes(manifest) != content:
             raise ValueError
     except UserError:

@@ -34,7 +34,7 @@ _INDEX = "benchmarks.npz"
 _SHOWN = 5
 
 
-@dataclass
+@dataclass(kw_only=True)
 class _Split:
     """The sources of one split of one source of a mixture, and what was found in each."""
 
@@ -77,7 +77,7 @@ def check_texts(
         index_url = join(config.data.cache_dir, _INDEX)
         write_bytes(index_url, save_index(index))
     jobs = [
-        CheckJob(source, split.config, index_url, chat_template_of(split.config))
+        CheckJob(source=source, config=split.config, index=index_url, template=chat_template_of(split.config))
         for split in splits
         for source in split.sources
     ]
@@ -135,7 +135,7 @@ def _splits(config: DataConfig) -> list[_Split]:
             prepare_demo(source)
             tokenizer = open_tokenizer(source.tokenizer, source.vocab_size)
             sources = list_sources(source, split, tokenizer)
-            found.append(_Split(name, split, source, sources, number))
+            found.append(_Split(name=name, split=split, config=source, sources=sources, first=number))
             number += len(sources)
     return found
 

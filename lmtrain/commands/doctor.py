@@ -41,7 +41,7 @@ from lmtrain.tracking.wandb import HOSTS as WANDB_HOSTS
 from lmtrain.tracking.wandb import has_key
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Finding:
     """`what` was checked, what was `seen`, and how to `fix` it.
 
@@ -63,25 +63,32 @@ def look_at_cluster(environment: Mapping[str, str] = os.environ) -> Iterator[Fin
     hosts = environment.get("TPU_WORKER_HOSTNAMES", "")
     if "," in hosts:
         worker = environment.get("TPU_WORKER_ID", "?")
-        yield Finding("processes", f"TPU worker {worker} of {len(hosts.split(','))}: start the same command on each")
+        yield Finding(
+            what="processes", seen=f"TPU worker {worker} of {len(hosts.split(','))}: start the same command on each"
+        )
         return
     for starter, (count, index) in JOB_STARTERS.items():
         number = environment.get(count, "")
         if number.isdigit() and int(number) > 1:
-            yield Finding("processes", f"{starter}: process {environment.get(index, '?')} of {number}")
+            yield Finding(what="processes", seen=f"{starter}: process {environment.get(index, '?')} of {number}")
             return
     if detects_others(environment):
-        yield Finding("processes", "one of several, according to environment variables")
+        yield Finding(what="processes", seen="one of several, according to environment variables")
     elif "SLURM_JOB_ID" in environment and "SLURM_STEP_ID" not in environment:
         seen = f"one: inside Slurm job {environment['SLURM_JOB_ID']}, but not started by srun"
         yield Finding(
-            "processes", seen, "note", "`srun lmtrain train CONFIG` starts one on each node; see deploy/slurm"
+            what="processes",
+            seen=seen,
+            state="note",
+            fix="`srun lmtrain train CONFIG` starts one on each node; see deploy/slurm",
         )
     else:
-        yield Finding("processes", "one; several hosts without Slurm or TPUs require trainer.distributed")
+        yield Finding(what="processes", seen="one; several hosts without Slurm or TPUs require trainer.distributed")
     if environment.get("RUN_ID"):
         yield Finding(
-            "run id", f"{environment['RUN_ID']}, from RUN_ID: every run in this environment resumes it", "note"
+            what="run id",
+            seen=f"{environment['RUN_ID']}, from RUN_ID: every run in this environment resumes it",
+            state="note",
         )
 
 
@@ -108,14 +115,23 @@ def look_at_devices() -> Iterator[Finding]:
     """Accelerators as reported by their drivers and by JAX."""
     gpus = _nvidia()
     if isinstance(gpus, str):
-        yield Finding("nvidia", gpus, "BAD", "fix the NVIDIA driver first (restart the machine after an update)")
+        yield Finding(
+            what="nvidia",
+            seen=gpus,
+            state="BAD",
+            fix="fix the NVIDIA driver first (restart the machine after an update)",
+        )
     elif gpus is not None:
-        yield Finding("nvidia", f"{len(gpus)} x {gpus[0]}") if gpus else Finding("nvidia", "no GPU", "note")
+        yield (
+            Finding(what="nvidia", seen=f"{len(gpus)} x {gpus[0]}")
+            if gpus
+            else Finding(what="nvidia", seen="no GPU", state="note")
+        )
     answer = _ask_jax()
     if isinstance(answer, str):
         held = "stop the process that uses the accelerator" if glob("/dev/accel*") or glob("/dev/vfio/*") else ""
         fix = held or "set JAX_PLATFORMS=cpu to run without accelerator"
-        yield Finding("devices", f"JAX finds none: {answer}", "BAD", fix)
+        yield Finding(what="devices", seen=f"JAX finds none: {answer}", state="BAD", fix=fix)
     else:
         yield from _jax(answer, has_gpu=isinstance(gpus, list) and bool(gpus))
 
@@ -156,21 +172,23 @@ def _jax(answer: dict[str, Any], has_gpu: bool) -> Iterator[Finding]:
     on_cpu, platforms = answer["backend"] == "cpu", os.environ.get("JAX_PLATFORMS", "")
     if not answer["right"]:
         fix = "do not train on it: the device or its driver is broken"
-        yield Finding("devices", f"{seen}: wrong result of a small matrix product", "BAD", fix)
+        yield Finding(what="devices", seen=f"{seen}: wrong result of a small matrix product", state="BAD", fix=fix)
     elif on_cpu and has_gpu:
         install = "`pip install 'lmtrain[cuda12]'`, or 'lmtrain[cuda13]' with driver 580 or newer"
         fix = f"unset JAX_PLATFORMS, which is {platforms}" if platforms else install
-        yield Finding("devices", f"{seen}: JAX does not use the GPU", "BAD", fix)
+        yield Finding(what="devices", seen=f"{seen}: JAX does not use the GPU", state="BAD", fix=fix)
     elif on_cpu and has_tpu():
         fix = "`pip install 'lmtrain[tpu]'`, and JAX_PLATFORMS must not be cpu"
-        yield Finding("devices", f"{seen}: JAX does not use the TPU", "BAD", fix)
+        yield Finding(what="devices", seen=f"{seen}: JAX does not use the TPU", state="BAD", fix=fix)
     else:
-        yield Finding("devices", seen)
+        yield Finding(what="devices", seen=seen)
         device = find_accelerator(answer["kind"])
         if device is None:
-            yield Finding("peak", f"unknown for {answer['kind']}: MFU is not logged", "note")
+            yield Finding(what="peak", seen=f"unknown for {answer['kind']}: MFU is not logged", state="note")
         else:
-            yield Finding("peak", f"{device.peak_flops / 1e12:,.0f} TFLOP/s each in 16 bits: the reference of MFU")
+            yield Finding(
+                what="peak", seen=f"{device.peak_flops / 1e12:,.0f} TFLOP/s each in 16 bits: the reference of MFU"
+            )
 
 
 # Printed with their versions; all requirements of lmtrain are checked.
@@ -184,11 +202,11 @@ def look_at_machine() -> Iterator[Finding]:
     """Python, libraries, cores, memory, limits and disks."""
     python = f"{platform.python_version()} at {sys.executable}"
     if (3, 11) <= sys.version_info < (3, 14):
-        yield Finding("python", python)
+        yield Finding(what="python", seen=python)
     else:
-        yield Finding("python", python, "note", "lmtrain is tested with Python 3.11 to 3.13")
+        yield Finding(what="python", seen=python, state="note", fix="lmtrain is tested with Python 3.11 to 3.13")
     yield _libraries()
-    yield Finding("host", f"{platform.platform()}, {usable_cores()} cores{_memory()}")
+    yield Finding(what="host", seen=f"{platform.platform()}, {usable_cores()} cores{_memory()}")
     yield from _limits()
     yield _disk(os.getcwd())
 
@@ -204,7 +222,11 @@ def _libraries() -> Finding:
         if installed is None or not required.specifier.contains(installed, prereleases=True):
             wrong.append(f"{required.name} is {installed or 'missing'}, required is {required.specifier}")
     fix = "reinstall lmtrain: `pip install -c tools/constraints.txt .`"
-    return Finding("libraries", "; ".join([seen, *wrong]), "BAD", fix) if wrong else Finding("libraries", seen)
+    return (
+        Finding(what="libraries", seen="; ".join([seen, *wrong]), state="BAD", fix=fix)
+        if wrong
+        else Finding(what="libraries", seen=seen)
+    )
 
 
 def _memory() -> str:
@@ -221,11 +243,15 @@ def _limits() -> Iterator[Finding]:
     seen = f"limit {_limit(soft)} (can be raised to {_limit(hard)})"
     fix = f"run `ulimit -n {_MIN_FILES * 16}` before a run: large checkpoints and Ray open many files"
     is_low = soft != resource.RLIM_INFINITY and soft < _MIN_FILES
-    yield Finding("open files", seen, "note", fix) if is_low else Finding("open files", seen)
+    yield (
+        Finding(what="open files", seen=seen, state="note", fix=fix)
+        if is_low
+        else Finding(what="open files", seen=seen)
+    )
     size = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     if size != resource.RLIM_INFINITY:
         fix = "run `ulimit -f unlimited`: shards and checkpoints are larger"
-        yield Finding("file size", f"files are limited to {format_bytes(size)}", "BAD", fix)
+        yield Finding(what="file size", seen=f"files are limited to {format_bytes(size)}", state="BAD", fix=fix)
 
 
 def _limit(number: int) -> str:
@@ -236,7 +262,11 @@ def _disk(folder: str) -> Finding:
     usage = shutil.disk_usage(folder)
     seen = f"{format_bytes(usage.free)} of {format_bytes(usage.total)} free at {folder}"
     fix = "a checkpoint takes 12 bytes per parameter in float32 with Adam; see trainer.checkpointer.base_path"
-    return Finding("disk", seen, "note", fix) if usage.free < _MIN_DISK else Finding("disk", seen)
+    return (
+        Finding(what="disk", seen=seen, state="note", fix=fix)
+        if usage.free < _MIN_DISK
+        else Finding(what="disk", seen=seen)
+    )
 
 
 _SECONDS = 5.0
@@ -255,23 +285,25 @@ def look_at_place(place: str) -> Finding:
         if size is not None:
             if size:
                 read_range(place, 0, _PROBE_BYTES)
-            return Finding("storage", f"{place}: a file of {format_bytes(size)}, readable{_after(began)}")
+            return Finding(what="storage", seen=f"{place}: a file of {format_bytes(size)}, readable{_after(began)}")
         if _names_files(place):
             fix = "to test a folder or a bucket, name it without a file"
-            return Finding("storage", f"{place}: no such file", "BAD", fix)
+            return Finding(what="storage", seen=f"{place}: no such file", state="BAD", fix=fix)
         folder = place if is_url(place) else _nearest_folder(place)
         if not _keeps(folder):
             fix = "do not store checkpoints there"
-            return Finding("storage", f"{folder}: the bytes read differ from those written", "BAD", fix)
+            return Finding(
+                what="storage", seen=f"{folder}: the bytes read differ from those written", state="BAD", fix=fix
+            )
     except UserError as error:
         text, _, advice = str(error).partition("\n")
-        return Finding("storage", text, "BAD", advice.strip())
+        return Finding(what="storage", seen=text, state="BAD", fix=advice.strip())
     except OSError as error:
         fix = "the user that runs lmtrain needs write permission"
-        return Finding("storage", f"{place}: {error.strerror or error}", "BAD", fix)
+        return Finding(what="storage", seen=f"{place}: {error.strerror or error}", state="BAD", fix=fix)
     missing = "" if folder == place else f"does not exist yet, can be created; {folder}: "
     room = "" if is_url(place) else f", {format_bytes(shutil.disk_usage(folder).free)} free"
-    return Finding("storage", f"{place}: {missing}written, listed, read and deleted{_after(began)}{room}")
+    return Finding(what="storage", seen=f"{place}: {missing}written, listed, read and deleted{_after(began)}{room}")
 
 
 def _keeps(folder: str) -> bool:
@@ -310,16 +342,16 @@ def look_at_services() -> Iterator[Finding]:
 
 def _wandb() -> Finding:
     if os.environ.get("WANDB_MODE") in ("offline", "disabled"):
-        return Finding("wandb", f"WANDB_MODE is {os.environ['WANDB_MODE']}", "note")
+        return Finding(what="wandb", seen=f"WANDB_MODE is {os.environ['WANDB_MODE']}", state="note")
     if not has_key():
         fix = "run `wandb login`, set WANDB_API_KEY, or choose another tracker"
-        return Finding("wandb", "no API key: runs log offline", "note", fix)
+        return Finding(what="wandb", seen="no API key: runs log offline", state="note", fix=fix)
     host = os.environ.get("WANDB_BASE_URL", f"https://{WANDB_HOSTS[0]}")
     reason = _unreachable(host)
     if reason:
         seen = f"API key found, but {host} is unreachable ({reason}): runs log offline"
-        return Finding("wandb", seen, "note", "upload them later with `wandb sync`")
-    return Finding("wandb", f"API key found, {host} responds")
+        return Finding(what="wandb", seen=seen, state="note", fix="upload them later with `wandb sync`")
+    return Finding(what="wandb", seen=f"API key found, {host} responds")
 
 
 def _hub() -> Finding:
@@ -327,11 +359,11 @@ def _hub() -> Finding:
 
     if not prepare_hub():
         fix = "only models and tokenizers in the hub's local cache can be used"
-        return Finding("hub", f"offline: {offline_reason()}", "note", fix)
+        return Finding(what="hub", seen=f"offline: {offline_reason()}", state="note", fix=fix)
     if find_token() is None:
         fix = "run `hf auth login`, or set HF_TOKEN, for gated models and uploads"
-        return Finding("hub", f"{endpoint()} responds; no token", "note", fix)
-    return Finding("hub", f"{endpoint()} responds, token found")
+        return Finding(what="hub", seen=f"{endpoint()} responds; no token", state="note", fix=fix)
+    return Finding(what="hub", seen=f"{endpoint()} responds, token found")
 
 
 def _unreachable(url: str) -> str:

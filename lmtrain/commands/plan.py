@@ -63,7 +63,9 @@ def _plan(request: Request, flags: argparse.Namespace, vocabulary: str) -> int:
     if fits is False and request.compile and not plan.failure:
         with Progress("trying smaller settings", 1, bar=not flags.json) as progress:
             training = request.changed({}, steps=("train",))
-            smaller = Search(training, capacity, flags.compile_timeout, progress=partial(progress.update, 0))
+            smaller = Search(
+                request=training, capacity=capacity, timeout=flags.compile_timeout, progress=partial(progress.update, 0)
+            )
             smaller.largest_that_fits()
     if flags.json:
         changes = None if smaller is None or smaller.best is None else dict(smaller.best.changes)
@@ -92,7 +94,14 @@ def _search(request: Request, flags: argparse.Namespace) -> int:
         products = candidates.format_for(accelerator) if flags.allow_quantization else None
         if flags.allow_quantization and products is None:
             _say(f"note: products in 8 bits save no time on {accelerator.name if accelerator else program['device']}")
-        search = Search(request, report.capacity_of(accelerator), flags.compile_timeout, _say, show, products)
+        search = Search(
+            request=request,
+            capacity=report.capacity_of(accelerator),
+            timeout=flags.compile_timeout,
+            report=_say,
+            progress=show,
+            eight_bit=products,
+        )
         try:
             search.run(flags.minutes)
         except StoppedError:

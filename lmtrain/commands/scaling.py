@@ -270,7 +270,12 @@ def _speed(arguments: argparse.Namespace, fitted: "FittedLadder", config: RunCon
     accelerator, devices = topology.accelerator, topology.num_devices
     if arguments.mfu is not None:
         source = f"{100 * arguments.mfu:g} % MFU as given"
-        return Speed(accelerator.peak_flops * arguments.mfu, devices, accelerator.name, source)
+        return Speed(
+            flops_per_second=accelerator.peak_flops * arguments.mfu,
+            devices=devices,
+            device=accelerator.name,
+            source=source,
+        )
     if install := target.missing_compiler:
         raise UserError(
             f"--device {arguments.device}: its compiler is not installed ({install}); install it, or add --mfu F"
@@ -288,7 +293,7 @@ def _speed(arguments: argparse.Namespace, fitted: "FittedLadder", config: RunCon
     bound = accelerator.peak_flops * figures["mfu_bound"]
     efficiency = arguments.efficiency or 1.0
     source = f"{100 * efficiency:g} % of the plan's bound of {100 * figures['mfu_bound']:.1f} % MFU"
-    return Speed(bound * efficiency, devices, accelerator.name, source)
+    return Speed(flops_per_second=bound * efficiency, devices=devices, device=accelerator.name, source=source)
 
 
 def _measured_speed(arguments: argparse.Namespace, fitted: "FittedLadder") -> "Speed":
@@ -299,7 +304,12 @@ def _measured_speed(arguments: argparse.Namespace, fitted: "FittedLadder") -> "S
     log_dir = fitted.ladder.run.trainer.log_dir
     name = arguments.run or fitted.largest.point.id
     speed = read_speed(log_dir, name)
-    return Speed(speed.flops_per_second, arguments.devices or speed.devices, speed.device, f"measured in {name}")
+    return Speed(
+        flops_per_second=speed.flops_per_second,
+        devices=arguments.devices or speed.devices,
+        device=speed.device,
+        source=f"measured in {name}",
+    )
 
 
 def config_text(written: Mapping[str, Any], settings: Mapping[str, Any], title: str) -> str:

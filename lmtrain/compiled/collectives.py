@@ -110,7 +110,7 @@ _FREE = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Network:
     """How the devices are connected. `mesh` maps axis names to sizes; `slice_ids` has the slice or host of each device.
 
@@ -127,7 +127,7 @@ class Network:
         return len(self.slice_ids)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Collective:
     """One collective of the program, on one device.
 
@@ -197,19 +197,19 @@ def _across_slices(execution: Execution, network: Network) -> Collective | None:
     }
     done = next((other for other in inside.instructions if received & set(other.operands)), None)
     return Collective(
-        kind,
-        slices,
-        mesh_axes(first, network.mesh),
-        network.slow,
-        1,
-        max(held, key=lambda shape: shape.bytes).dtype,
-        _whole(kind, sum(shape.bytes for shape in held), slices),
-        execution.times,
-        _wire(kind, sum(shape.bytes for shape in held), slices) * execution.times,
-        done is not None and _works_until(inside, op, done),
-        execution.where,
-        op.op_name,
-        tuple(shape.dims for shape in held),
+        kind=kind,
+        devices=slices,
+        axes=mesh_axes(first, network.mesh),
+        network=network.slow,
+        per_slice=1,
+        dtype=max(held, key=lambda shape: shape.bytes).dtype,
+        bytes=_whole(kind, sum(shape.bytes for shape in held), slices),
+        times=execution.times,
+        wire_bytes=_wire(kind, sum(shape.bytes for shape in held), slices) * execution.times,
+        asynchronous=done is not None and _works_until(inside, op, done),
+        where=execution.where,
+        op_name=op.op_name,
+        shapes=tuple(shape.dims for shape in held),
     )
 
 
@@ -253,19 +253,19 @@ def _collective(execution: Execution, kind: str, network: Network, asynchronous:
         kind = "reduce-scatter"  # XLA:TPU writes it as a fusion that keeps one slice of an all-reduce
     slice_ids = {network.slice_ids[number] for number in group if number < len(network.slice_ids)}
     return Collective(
-        kind,
-        devices,
-        mesh_axes(group, network.mesh),
-        network.slow if len(slice_ids) > 1 else network.fast,
-        devices // max(len(slice_ids), 1),
-        max(operands, key=lambda shape: shape.bytes).dtype if operands else "",
-        _whole(kind, held, devices),
-        execution.times,
-        _wire(kind, held, devices) * execution.times,
-        asynchronous,
-        execution.where,
-        op.op_name,
-        tuple(shape.dims for shape in op.shapes),
+        kind=kind,
+        devices=devices,
+        axes=mesh_axes(group, network.mesh),
+        network=network.slow if len(slice_ids) > 1 else network.fast,
+        per_slice=devices // max(len(slice_ids), 1),
+        dtype=max(operands, key=lambda shape: shape.bytes).dtype if operands else "",
+        bytes=_whole(kind, held, devices),
+        times=execution.times,
+        wire_bytes=_wire(kind, held, devices) * execution.times,
+        asynchronous=asynchronous,
+        where=execution.where,
+        op_name=op.op_name,
+        shapes=tuple(shape.dims for shape in op.shapes),
     )
 
 

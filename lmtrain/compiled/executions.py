@@ -151,7 +151,7 @@ _HELPERS = "sharding/"
 _LOOK_BACK = 60
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Execution:
     """`instruction` of `inside` runs `times` per execution of the program. `fusion` is the fusion that contains it."""
 
@@ -187,7 +187,7 @@ class Execution:
         return ""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Loop:
     """A loop whose body runs `times` each time it is reached, and `total` times in all; `where` is its source line."""
 
@@ -214,14 +214,16 @@ def walk(module: Module, trips: Trips = lambda op_name: None) -> tuple[list[Exec
     def visit(name: str, times: float, fusion: HloInstruction | None) -> None:
         inside = module.computations[name]
         for op in inside.instructions:
-            execution = Execution(module, op, inside, times, fusion)
+            execution = Execution(module=module, instruction=op, inside=inside, times=times, fusion=fusion)
             executions.append(execution)
             if op.opcode == "while":
                 count: float | None = trip_count(module, inside, op)
                 if count is None:
                     count = trips(op.op_name)
                 number = 1.0 if count is None else count
-                loops.append(Loop(number, number * times, execution.where, count is not None))
+                loops.append(
+                    Loop(times=number, total=number * times, where=execution.where, is_known=count is not None)
+                )
                 visit(op.called("body") or "", times * number, fusion)
             else:
                 for called in _called(op):

@@ -148,7 +148,7 @@ _NO_KERNELS = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Product:
     """Matrix products of one source line. `flops` is the sum over all executions; `is_8_bit`: both operands are."""
 
@@ -158,7 +158,7 @@ class Product:
     is_8_bit: bool
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class KernelCall:
     """A call of a kernel, whose FLOPs are not in the program's text."""
 
@@ -168,7 +168,7 @@ class KernelCall:
     times: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Figures:
     """Figures of one device in one execution of the program; `traffic` has bytes of HBM by source line, `cycles` are
     those that XLA:TPU estimates, without kernels; 0 on other platforms."""
@@ -205,13 +205,24 @@ def measure(text: str, network: Network, trips: Trips = lambda op_name: None) ->
         op = execution.instruction
         operations = flops(execution.inside, op) * execution.times
         if operations:
-            products.append(Product(execution.where, op.op_name, operations, is_8_bit(execution.inside, op)))
+            products.append(
+                Product(
+                    where=execution.where, op_name=op.op_name, flops=operations, is_8_bit=is_8_bit(execution.inside, op)
+                )
+            )
         target = call_target(op)
         if target and not target.startswith(_NO_KERNELS):
-            kernels.append(KernelCall(target, execution.where, op.op_name, execution.times))
+            kernels.append(KernelCall(target=target, where=execution.where, op_name=op.op_name, times=execution.times))
         traffic[execution.where] += hbm_bytes(execution) * execution.times
         cycles += int(op.find(_CYCLES) or 0) * execution.times
-    return Figures(products, kernels, traffic, find_collectives(executions, network), loops, cycles)
+    return Figures(
+        products=products,
+        kernels=kernels,
+        traffic=traffic,
+        collectives=find_collectives(executions, network),
+        loops=loops,
+        cycles=cycles,
+    )
 
 
 # The minimum time of a program on a device, with each resource at its peak rate: the roofline model.

@@ -65,7 +65,7 @@ _ENTRY = re.compile(r"(\d+) (.*)$")
 _FIELD = re.compile(r"(\w+)=(\d+)")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class HloInstruction:
     """One line of a computation. `operands` are names of other instructions; `attributes` is the text after them."""
 
@@ -204,13 +204,13 @@ def _parse_instruction(line: str) -> HloInstruction | None:
     close = _closing(line, opcode.end() - 1)
     arguments = line[opcode.end() : close]
     return HloInstruction(
-        named["name"],
-        opcode["opcode"],
-        line[named.end() : end],
-        tuple(_OPERAND.findall(arguments)),
-        arguments,
-        line[close + 1 :],
-        named["root"] is not None,
+        name=named["name"],
+        opcode=opcode["opcode"],
+        type_text=line[named.end() : end],
+        operands=tuple(_OPERAND.findall(arguments)),
+        arguments=arguments,
+        attributes=line[close + 1 :],
+        is_root=named["root"] is not None,
     )
 
 

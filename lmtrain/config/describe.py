@@ -17,7 +17,7 @@ from lmtrain.config.tree import ConfigTree, Path, value_at
 _WORDS = {int: "int", float: "float", str: "text", bool: "true/false", timedelta: "duration", type(None): "null"}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Setting:
     """One setting: its dotted name, its type and default as written in YAML, its description and its role, if any."""
 
@@ -28,7 +28,7 @@ class Setting:
     role: str = ""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Group:
     """The settings of one class.
 
@@ -56,7 +56,7 @@ def describe(model: type[BaseModel], at: str = "") -> list[Group]:
         of_section = {kind for other, kind, *_ in listed if other == section}
         kinds = [kind for other, kind, defined_in, _ in listed if (other, defined_in) == (section, cls)]
         some = () if of_section == set(kinds) else tuple(filter(None, kinds))
-        groups.setdefault((section, cls), Group(section, some, _doc(cls), settings))
+        groups.setdefault((section, cls), Group(section=section, kinds=some, doc=_doc(cls), settings=settings))
     return list(groups.values())
 
 
@@ -134,7 +134,13 @@ def _without_defaults(section: BaseModel) -> dict[str, Any]:
 
 def _setting(path: str, field: FieldInfo) -> Setting:
     default = "required" if field.is_required() else written(field.get_default(call_default_factory=True))
-    return Setting(path, type_name(field.annotation), default, field.description or "", role_of(field) or "")
+    return Setting(
+        name=path,
+        type=type_name(field.annotation),
+        default=default,
+        description=field.description or "",
+        role=role_of(field) or "",
+    )
 
 
 def _defined_in(model: type[BaseModel], name: str) -> type:

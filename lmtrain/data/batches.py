@@ -43,7 +43,7 @@ class Batch(TypedDict):
     reference: NotRequired[np.ndarray]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TrainSource:
     """Training batches by step: item t is the batch of step t. Access is random, so a resume just reads the next step.
 
@@ -118,7 +118,7 @@ class TrainSource:
         return self.orders[source](examples, count)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class EvalSource:
     """Evaluation batches in order: item i is batch i of the split. Rows past the end are masked."""
 

@@ -35,7 +35,7 @@ IN_PLACE_FORMAT = 4
 BLOCK_TOKENS = 16384
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ShardInfo:
     """One finished shard: its source, without secrets in its URL, and its contents."""
 
@@ -68,7 +68,7 @@ class ShardInfo:
         return {name: value for name, value in values.items() if name not in optional or value != unset.get(name)}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class CacheManifest:
     """Manifest of a finished split. `recipe` is how the tokens were made: equal recipe and sources give equal bytes.
 

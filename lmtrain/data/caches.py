@@ -149,7 +149,7 @@ def warn_if_small(url: str, shards: Shards, max_bytes: int) -> None:
         )
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Cache:
     """Token cache of one split of one source, complete or being built. `sources` has the source of each shard.
 

@@ -43,7 +43,7 @@ _CHECKED = 1 << 20
 Read = Callable[[int, int], bytes]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class MegatronIndex:
     """The tables of an .idx: `pointers` and `documents` are bytes of the .idx where they start. `file`, `bytes` and
     `checksum` are those of the .idx, and `modified` is when it was last modified, in ns; None for one at a URL.
@@ -86,7 +86,9 @@ def read_index(url: str, size: int, read: Read, bin_url: str, bin_bytes: int) ->
         raise UserError(
             f"{bin_url}: has {bin_bytes:,} bytes, but {url} describes {bin_end:,}: one of them is truncated"
         )
-    return dtype, MegatronIndex(url, size, "", sequences, entries, pointers, documents)
+    return dtype, MegatronIndex(
+        file=url, bytes=size, checksum="", sequences=sequences, entries=entries, pointers=pointers, documents=documents
+    )
 
 
 def check_index(index: MegatronIndex, read: Read, item_bytes: int, bin_bytes: int) -> None:
@@ -163,7 +165,7 @@ def sample_checksum(size: int, read: Callable[[int, int], bytes]) -> str:
 _SCANNED = 1 << 22
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TokenLayout:
     """How a file holds its `tokens` ids: `dtype` as stored, from byte `offset` on, each below `vocab_size`.
 

@@ -51,7 +51,16 @@ def open_validation_sets(
     for name, cache in caches.items():
         store = open_cache(config, cache, seq_len)
         apart, positions = config.mask_across_documents, config.reset_positions
-        source = EvalSource(store, seq_len, batch_size, part.rows, max_batches, apart, positions, part.columns)
+        source = EvalSource(
+            store=store,
+            seq_len=seq_len,
+            batch_size=batch_size,
+            rows=part.rows,
+            max_batches=max_batches,
+            mask_across_documents=apart,
+            reset_positions=positions,
+            columns=part.columns,
+        )
         if len(source) < source.all_batches:
             log.info(
                 f"evaluation uses {len(source):,} of {source.all_batches:,} batches of {cache.folder} "
@@ -66,7 +75,7 @@ def _nothing(*_: Any) -> None:
     return None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Context:
     """What an evaluation may use. Its parameters are placed on `layout`; it computes in `compute_dtype`.
 

@@ -34,7 +34,7 @@ TEMPLATES = ("chatml", "llama3")
 _KEPT = ("unk_token", "sep_token", "pad_token", "cls_token", "mask_token", "model_max_length")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ExtendedTokenizer:
     """A tokenizer to save: `new` are the ids of tokens that the base does not have. `eos` None: the base has none."""
 
@@ -89,7 +89,14 @@ def extend_tokenizer(name: str, special_tokens: Sequence[str], template: str | N
     eos, bos = named.get("eos_token"), named.get("bos_token")
     templates = read_templates(folder)
     if chat is not None:
-        extended = Tokenizer(name, backend, backend.get_vocab_size(), base.eos_id, base.bos_id, fingerprint="")
+        extended = Tokenizer(
+            path=name,
+            library=backend,
+            vocab_size=backend.get_vocab_size(),
+            eos_id=base.eos_id,
+            bos_id=base.bos_id,
+            fingerprint="",
+        )
         check_tokens(chat, extended, "--chat_template")
         end = end_of_turn(chat, extended)
         if end is None:
@@ -101,7 +108,7 @@ def extend_tokenizer(name: str, special_tokens: Sequence[str], template: str | N
         templates |= {DEFAULT_TEMPLATE: chat.text}
     settings = read_settings(folder) | named
     kept = {kind: settings[kind] for kind in _KEPT if settings.get(kind) is not None}
-    return ExtendedTokenizer(backend, new, eos, bos, templates, kept)
+    return ExtendedTokenizer(backend=backend, new=new, eos=eos, bos=bos, templates=templates, settings=kept)
 
 
 def _differs(folder: str, other: str) -> bool:

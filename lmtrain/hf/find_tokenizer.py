@@ -71,7 +71,9 @@ def open_tokenizer(name: str, vocab_size: int | None = None) -> Tokenizer:
     """Find the tokenizer `name` and load it. `vocab_size` is used for passthrough only."""
     if name == PASSTHROUGH:
         assert vocab_size is not None
-        return Tokenizer(PASSTHROUGH, None, vocab_size, eos_id=None, bos_id=None, fingerprint=PASSTHROUGH)
+        return Tokenizer(
+            path=PASSTHROUGH, library=None, vocab_size=vocab_size, eos_id=None, bos_id=None, fingerprint=PASSTHROUGH
+        )
     return load_tokenizer(find_tokenizer(name))
 
 

@@ -79,7 +79,7 @@ class Zeros:
 Table = Sequence[Row | Zeros]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Piece:
     """One of their tensors: its name, shape, row of the table, and its place in our array: layer and expert."""
 
@@ -103,14 +103,16 @@ def build_pieces(table: Table, shapes: Mapping[str, Sequence[int]], num_layers: 
         place = row.layers.index(layer) if isinstance(row, Row) and row.layers is not None else layer
         index = () if place is None else (place,)
         if isinstance(row, Zeros):
-            yield Piece(row.theirs.format(layer=layer), row.shape, row, index)
+            yield Piece(name=row.theirs.format(layer=layer), shape=row.shape, row=row, index=index)
             return
         theirs = row.their_shape(shapes[row.ours][row.stacked_dims :], vocab_size)
         if row.stacked_dims < 2:
-            yield Piece(row.theirs.format(layer=layer), theirs, row, index)
+            yield Piece(name=row.theirs.format(layer=layer), shape=theirs, row=row, index=index)
             return
         for expert in range(shapes[row.ours][1]):
-            yield Piece(row.theirs.format(layer=layer, expert=expert), theirs, row, (*index, expert))
+            yield Piece(
+                name=row.theirs.format(layer=layer, expert=expert), shape=theirs, row=row, index=(*index, expert)
+            )
 
     unstacked = [piece for row in table if not row.is_stacked for piece in pieces(row, None)]
     stacked = [row for row in table if row.is_stacked]

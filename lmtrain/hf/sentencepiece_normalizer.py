@@ -166,7 +166,7 @@ class _Replaced:
     code: str | None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Rules:
     """Rules of a model.
 
@@ -226,7 +226,13 @@ def _read(charsmap: bytes, symbols: frozenset[str]) -> _Rules:
         r"\r(?=\n)",
     ]
     spaces = "".join(unit for unit, text in singles.items() if text == " ")
-    rules = _Rules(charsmap, combining, "|".join(filter(None, patterns)), f" {spaces}", composes)
+    rules = _Rules(
+        charsmap=charsmap,
+        combining=combining,
+        unit="|".join(filter(None, patterns)),
+        spaces=f" {spaces}",
+        composes=composes,
+    )
     wanted = table | {unit: unit for unit in kept}
     if any(_END in text for pair in wanted.items() for text in pair):
         raise ValueError(f"it has a rule or symbol for the control character {_END!r}")

@@ -34,7 +34,7 @@ _DECODER, _EXTRA, _OLD_EXTRA = "added_tokens_decoder", "extra_special_tokens", "
 PLAIN_CLASSES = ("PreTrainedTokenizer", "TokenizersBackend")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DeclaredTokens:
     """Named tokens by name, each a text or a map with flags; numbered tokens by the id that the files give them; and
     further special tokens. `by_class` are the named tokens that only the tokenizer's class has."""
@@ -107,7 +107,7 @@ def _read_declared(folder: str, _versions: tuple[Any, ...]) -> DeclaredTokens:
     if "pad_token" not in named and "pad_token" not in by_class and (padding := _padding(folder)) is not None:
         named["pad_token"] = padding
     named = {name: value for name, value in named.items() if value is not None}
-    return DeclaredTokens(named | by_class, numbered, tuple(extra), by_class)
+    return DeclaredTokens(named=named | by_class, numbered=numbered, extra=tuple(extra), by_class=by_class)
 
 
 def add_declared(backend: "tokenizers.Tokenizer", declared: DeclaredTokens) -> "list[tokenizers.AddedToken]":

@@ -37,7 +37,7 @@ _MAX_VOCABULARY = 2**24
 _SHOWN = 5
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Tokenizer:
     """A tokenizer with its vocabulary size, special tokens and fingerprint; `library` is None for passthrough."""
 

@@ -84,7 +84,7 @@ def start_from(adapters: Any, base: Any) -> Any:
 BASE, ADAPTERS = "base", "adapters"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class AdaptedModel:
     """`inner` with adapters on the layers `sites`; the parameters at the paths `in_full` are trained in full.
 
@@ -160,7 +160,9 @@ def adapt(config: LoraConfig | None, model_config: ModelConfig, model: LanguageM
     check_rank(config.r, sites)
     tables = choose_tables(config.modules_to_save, list_tables(table))
     in_full = tuple(table.path for table in tables)
-    adapted: Any = AdaptedModel(model, tuple(sites), in_full, config.r, config.scale, config.dropout)
+    adapted: Any = AdaptedModel(
+        inner=model, sites=tuple(sites), in_full=in_full, r=config.r, scale=config.scale, rate=config.dropout
+    )
     return cast(LanguageModel, adapted)  # its other methods are those of `inner`, called through `apply`
 
 

@@ -20,7 +20,7 @@ A, B = "lora_a", "lora_b"
 _EMBEDDING, _HEAD = "embed_tokens", "lm_head"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Site:
     """A linear layer: its path here, its name in Hugging Face (with `{layer}` if it is stacked), and its sizes.
 
@@ -67,7 +67,9 @@ def list_sites(table: Table, shapes: Mapping[str, Sequence[int]]) -> list[Site]:
         split = 1 if row.rows is None else row.rows
         inputs, outputs = math.prod(shape[:split]), math.prod(shape[split:])
         path, module = row.ours.removesuffix(_KERNEL), row.theirs.removesuffix(_WEIGHT)
-        sites.append(Site(path, module, inputs, outputs, layers, not row.transpose))
+        sites.append(
+            Site(path=path, module=module, inputs=inputs, outputs=outputs, layers=layers, is_conv1d=not row.transpose)
+        )
     return sites
 
 

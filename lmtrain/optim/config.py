@@ -239,7 +239,7 @@ OptimizerConfig = Annotated[
 _MAX_CYCLES = 10_000
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Cycle:
     """Steps `start <= step < end`: `warmup` steps, then steps at the peak rate, then `decay` steps."""
 
@@ -304,7 +304,7 @@ def _cycle(config: ScheduleConfig, index: int, start: int, end: int) -> Cycle:
     if warmup > length:
         raise field_error(name, f"{counted(warmup, 'step')}, longer than {where}")
     if config.decay_length is None:
-        return Cycle(start, end, warmup, length - warmup)
+        return Cycle(start=start, end=end, warmup=warmup, decay=length - warmup)
     decay = num_steps(config.decay_length, length)
     if decay < 1 and config.lr_schedule != "constant":
         raise field_error(
@@ -312,4 +312,4 @@ def _cycle(config: ScheduleConfig, index: int, start: int, end: int) -> Cycle:
         )
     if warmup + decay > length:
         raise field_error("decay", f"{counted(decay, 'step')}, with {warmup:,} of {name}, longer than {where}")
-    return Cycle(start, end, warmup, decay)
+    return Cycle(start=start, end=end, warmup=warmup, decay=decay)

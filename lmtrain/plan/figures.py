@@ -123,7 +123,7 @@ def _by_file(traffic: Mapping[str, float]) -> list[dict[str, Any]]:
 def network_of(layout: Layout, accelerator: Accelerator | None) -> Network:
     """How the devices of a layout are connected, in the order in which a program numbers them."""
     fast = accelerator.link if accelerator else "local"
-    return Network(dict(layout.mesh.shape), layout.slice_ids, fast, "DCN")
+    return Network(mesh=dict(layout.mesh.shape), slice_ids=layout.slice_ids, fast=fast, slow="DCN")
 
 
 def mean_trips(program: Program) -> Trips:

@@ -57,7 +57,7 @@ _FOR_LIBTPU = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Target:
     """Devices to plan for: a topology of a `kind`; without a `kind`, `shape` fake CPU devices.
 
@@ -71,7 +71,7 @@ class Target:
 
     @classmethod
     def of(cls, topology: Topology) -> "Target":
-        return cls(topology.accelerator.kind, topology.shape, topology.slices)
+        return cls(kind=topology.accelerator.kind, shape=topology.shape, slices=topology.slices)
 
     @property
     def num_devices(self) -> int:
@@ -103,7 +103,7 @@ class Target:
         return common | _FOR_LIBTPU
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Request:
     """One request. `compile` is false if only the state's memory is needed, or if no compiler is installed.
 
@@ -141,7 +141,14 @@ class Request:
             kept["format"] = {"type": "preference"}
         if config.loss_weights is not None:
             kept["configs"] = {name: {} for name in config.loss_weights}
-        return cls(values | {"data": kept}, vocab_size, target, steps, compile_it, teacher)
+        return cls(
+            config=values | {"data": kept},
+            vocab_size=vocab_size,
+            target=target,
+            steps=steps,
+            compile=compile_it,
+            teacher=teacher,
+        )
 
     def changed(self, changes: Mapping[str, Any], **fields: Any) -> "Request":
         """A copy with changed settings, `{"trainer.model_axis_size": 2}`, and changed fields."""

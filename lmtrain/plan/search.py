@@ -23,7 +23,7 @@ _MIN_GAIN = 0.01
 _MIN_MEMORY_GAIN = 0.1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Trial:
     """A compiled candidate: the settings that differ from the config, seconds per step, peak memory in bytes."""
 
@@ -44,7 +44,7 @@ class Trial:
         return self.seconds <= other.seconds and self.peak < (1 - _MIN_MEMORY_GAIN) * other.peak
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Search:
     """A search within `capacity` bytes per device, None if unknown; a trial compiles or runs the request's last step.
 
@@ -161,12 +161,20 @@ def _trial(
 ) -> Trial | None:
     figures = plan.steps.get(step, {})
     if "does_not_fit" in figures:
-        return Trial(name, changes, math.inf, math.nan, False)
+        return Trial(name=name, changes=changes, seconds=math.inf, peak=math.nan, fits=False)
     if "seconds" not in figures:
         return None
     peak = figures["memory"]["peak"]
     fits = capacity is None or peak <= capacity
-    return Trial(name, changes, figures["seconds"]["total"], peak, fits, products, figures.get("cycles"))
+    return Trial(
+        name=name,
+        changes=changes,
+        seconds=figures["seconds"]["total"],
+        peak=peak,
+        fits=fits,
+        products=products,
+        cycles=figures.get("cycles"),
+    )
 
 
 def _line(trial: Trial) -> str:

@@ -28,7 +28,7 @@ from lmtrain.runtime.storage import write_atomically
 _KIB = 2**10
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Capability:
     """Limits of a compute capability. Sizes of shared memory in bytes."""
 
@@ -40,10 +40,23 @@ class _Capability:
     shared_per_block: int
 
 
-_SM80 = _Capability(8, 0, 2048, 64, 164 * _KIB, 163 * _KIB)
-_SM89 = _Capability(8, 9, 1536, 128, 100 * _KIB, 99 * _KIB)
-_SM90 = _Capability(9, 0, 2048, 128, 228 * _KIB, 227 * _KIB)
-_SM100 = _Capability(10, 0, 2048, 128, 228 * _KIB, 227 * _KIB)
+_SM80 = _Capability(
+    major=8, minor=0, threads_per_core=2048, lanes_per_core=64, shared_per_core=164 * _KIB, shared_per_block=163 * _KIB
+)
+_SM89 = _Capability(
+    major=8, minor=9, threads_per_core=1536, lanes_per_core=128, shared_per_core=100 * _KIB, shared_per_block=99 * _KIB
+)
+_SM90 = _Capability(
+    major=9, minor=0, threads_per_core=2048, lanes_per_core=128, shared_per_core=228 * _KIB, shared_per_block=227 * _KIB
+)
+_SM100 = _Capability(
+    major=10,
+    minor=0,
+    threads_per_core=2048,
+    lanes_per_core=128,
+    shared_per_core=228 * _KIB,
+    shared_per_block=227 * _KIB,
+)
 
 # kind -> capability, multiprocessors, clock in GHz, L2 cache in MiB, the driver's name of the device
 _GPUS = {

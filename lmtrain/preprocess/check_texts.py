@@ -31,7 +31,7 @@ _LISTED = 1000
 _SHOWN_CHARACTERS = 200
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Overlap:
     """Words that a document shares with a benchmark item: the place of the document, where they start in it in
     characters, their number and their text."""
@@ -44,7 +44,7 @@ class Overlap:
     text: str
 
 
-@dataclass
+@dataclass(kw_only=True)
 class CheckedSource:
     """What a check found in one source. `hashes`: of each document's words, uint64 [documents]; `contaminated`: which
     documents overlap an item, bool [documents]; by task, the numbers of these and the items that they overlap."""
@@ -58,7 +58,7 @@ class CheckedSource:
     overlaps: list[Overlap] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class CheckJob:
     """A check of one source, by the index of benchmarks at `index`, if any."""
 
@@ -86,7 +86,16 @@ class CheckJob:
                     text = words.between(hit.first, hit.last)[:_SHOWN_CHARACTERS]
                     number = hit.last - hit.first + 1
                     place = group[hit.text][0]
-                    found.overlaps.append(Overlap(place, words.character(hit.first), task, item, number, text))
+                    found.overlaps.append(
+                        Overlap(
+                            document=place,
+                            character=words.character(hit.first),
+                            task=task,
+                            item=item,
+                            words=number,
+                            text=text,
+                        )
+                    )
             for named in tasks.values():
                 found.by_task.update(named)
             documents = [group[number][2] for number in np.flatnonzero(own).tolist()]

@@ -17,7 +17,7 @@ from lmtrain.runtime.errors import UserError
 _SHARD_BYTES = 256_000_000
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DatasetShard:
     """Part `index` of `count` of one split. `bytes` is its share of the size of the split, 0 for a stream (unknown).
 

@@ -43,7 +43,7 @@ _END_OF_THINKING = "</think>"
 Span = tuple[int, int]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Conversations:
     """Reads records with conversations. `loss_on` and `ignored_fields` are settings of `ChatFormat`."""
 
@@ -87,9 +87,9 @@ class Rendering:
         marked = "".join(self.text[start:end] for start, end in self._marked)
         replies = [message for message in self._messages if message["role"] == ASSISTANT]
         return InstructionText(
-            self.text,
-            targets,
-            _strings(self._messages),
+            text=self.text,
+            targets=targets,
+            contents=_strings(self._messages),
             is_written=_are_written(self._messages, self._more[0], self.text),
             is_marked=not self._marked or _are_written(replies, None, marked),
             has_reasoning=all(text in self.text for message in self._messages for text in _reasoning(message)),
@@ -200,7 +200,7 @@ class Rendering:
         return len(through)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Completions:
     """Reads records with a prompt and a completion. The other fields are settings of `CompletionFormat`."""
 
@@ -236,9 +236,9 @@ class Completions:
             raise BadRecordError(f"{self.output_field!r} is empty")
         before = prompt + self.separate_with
         return InstructionText(
-            before + completion,
-            ((len(before), len(before) + len(completion)),),
-            (prompt, completion),
+            text=before + completion,
+            targets=((len(before), len(before) + len(completion)),),
+            contents=(prompt, completion),
             is_plain=True,
             repeats_prompt=not self.separate_with.strip() and starts_with(completion, prompt),
         )

@@ -63,7 +63,7 @@ _TAG, _WORD = re.compile(r"<[^<>]*>|\[/?[A-Z]+\]|#+"), re.compile(r"\w+")
 _FROM = {"human": "user", "gpt": ASSISTANT, "chatgpt": ASSISTANT, "observation": "tool"}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Conversation:
     """Messages as templates expect them: `role`, and `content` as text. `marks` says of each message whether it is a
     target, None: by its role. `tools` and `variables` reach the template, too."""
@@ -75,7 +75,12 @@ class Conversation:
 
     def __add__(self, other: "Conversation") -> "Conversation":
         """The messages of both, which must not be two of the assistant in a row."""
-        joined = Conversation(self.messages + other.messages, self.marks + other.marks, self.tools, self.variables)
+        joined = Conversation(
+            messages=self.messages + other.messages,
+            marks=self.marks + other.marks,
+            tools=self.tools,
+            variables=self.variables,
+        )
         _check_turns(joined.messages)
         return joined
 
@@ -88,7 +93,9 @@ class Conversation:
                 return self
             raise BadRecordError("a system text next to the messages, and another one among them; keep one of them")
         first = {"role": "system", "content": text}
-        return Conversation([first, *self.messages], [None, *self.marks], self.tools, self.variables)
+        return Conversation(
+            messages=[first, *self.messages], marks=[None, *self.marks], tools=self.tools, variables=self.variables
+        )
 
 
 def reads_key(name: str, messages_field: str) -> bool:
@@ -136,7 +143,9 @@ def read_conversation(record: Mapping[str, Any], messages_field: str, ignored: C
         _check_reply(record, found.messages)
     contents = [str(message.get("content", "")) for message in found.messages]
     refuse_context(record, (*SYSTEM, TOOLS, FUNCTIONS, *own), contents)
-    found = Conversation(found.messages, found.marks, tools_of(record), variables_of(record))
+    found = Conversation(
+        messages=found.messages, marks=found.marks, tools=tools_of(record), variables=variables_of(record)
+    )
     return found.with_system(system_text(record))
 
 
@@ -174,7 +183,7 @@ def check_messages(listed: Any, key: str, ignored: Collection[str] = ()) -> Conv
         messages.append(_checked({name: message[name] for name in message if name not in MARKS}, number))
         refuse_others(messages[-1], ("role", "content"), place)
     _check_turns(messages)
-    return Conversation(messages, marks)
+    return Conversation(messages=messages, marks=marks)
 
 
 def check_prompt(prompt: Any, messages: list[dict[str, Any]], key: str) -> None:
@@ -228,7 +237,7 @@ def _from_completion(record: Mapping[str, Any], ignored: Collection[str]) -> Con
         False if message["role"] == ASSISTANT else mark
         for message, mark in zip(asked.messages, asked.marks, strict=True)
     ]
-    return Conversation(asked.messages, marks) + check_messages(completion, _COMPLETION, ignored)
+    return Conversation(messages=asked.messages, marks=marks) + check_messages(completion, _COMPLETION, ignored)
 
 
 def _checked(message: dict[str, Any], number: int) -> dict[str, Any]:

@@ -112,9 +112,9 @@ class Preferences:
             )
         of_text = (
             InstructionText(
-                prompt + text,
-                ((len(prompt), len(prompt) + len(text)),),
-                (prompt, text),
+                text=prompt + text,
+                targets=((len(prompt), len(prompt) + len(text)),),
+                contents=(prompt, text),
                 is_plain=True,
                 repeats_prompt=is_given and starts_with(text, prompt),
             )

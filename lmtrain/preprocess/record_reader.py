@@ -213,17 +213,28 @@ def record_reader(
         return TokenRows(config.format.input_ids_field, vocab_size, labelled)
     if isinstance(config.format, CompletionFormat):
         own = config.format
-        return Completions(own.input_field, own.output_field, own.separate_with, own.ignored_fields)
+        return Completions(
+            input_field=own.input_field,
+            output_field=own.output_field,
+            separate_with=own.separate_with,
+            ignored_fields=own.ignored_fields,
+        )
     if isinstance(config.format, TextFormat):
         if config.vocab_size is not None:
-            return TokenIds(config.text_key, vocab_size=config.vocab_size)
+            return TokenIds(key=config.text_key, vocab_size=config.vocab_size)
         return Texts(config.text_key, config.text_documents)
     if isinstance(config.format, PreferenceFormat):
         fields = config.format.prompt_field, config.format.chosen_field, config.format.rejected_field
         return Preferences(*fields, template, config.format.chat_template_kwargs, config.format.ignored_fields)
     assert template is not None
     chat = config.format
-    return Conversations(template, chat.messages_field, chat.loss_on, chat.chat_template_kwargs, chat.ignored_fields)
+    return Conversations(
+        template=template,
+        messages_field=chat.messages_field,
+        loss_on=chat.loss_on,
+        variables=chat.chat_template_kwargs,
+        ignored_fields=chat.ignored_fields,
+    )
 
 
 def has_labels(sources: Sequence[AnySource], config: DataConfig, vocab_size: int) -> bool:

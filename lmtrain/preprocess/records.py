@@ -15,7 +15,7 @@ class EqualAnswersError(Exception):
     """Two answers are equal, so that no preference can be learned from them."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class InstructionText:
     """A conversation or a completion as text. `targets` are the parts that the model learns to write, as [start, end)
     in characters; `contents` are the texts that it was made of, without those of the template.
@@ -127,7 +127,7 @@ class Texts:
         return checked_text(record[self.key], self.key)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TokenIds(Texts):
     """Reads lists of token ids below `vocab_size` under `key`."""
 

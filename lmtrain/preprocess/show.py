@@ -34,7 +34,7 @@ from lmtrain.runtime.errors import counted
 _GREEN, _BOLD, _PLAIN = "\x1b[32m", "\x1b[1m", "\x1b[0m"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ShownDocument:
     """A document: ids int [tokens]; which are targets, bool [tokens], None for text; numbers of the sequences that
     begin in it, by the index of their first token; its length before it was cut off at the end of a sequence; and what
@@ -121,13 +121,22 @@ def _documents_of(source: AnySource, config: DataConfig, tokenizer: Tokenizer) -
             place = reader.place(number) + (f", {('chosen', 'rejected')[index]}" if len(batch.lengths) > 1 else "")
             targets = None if batch.targets is None else batch.targets[part]
             shown = notes if index == 0 else ()
-            yield ShownDocument(place, batch.tokens[part], targets, {}, part.stop - part.start, shown)
+            yield ShownDocument(
+                place=place,
+                ids=batch.tokens[part],
+                targets=targets,
+                sequences={},
+                length=part.stop - part.start,
+                notes=shown,
+            )
 
 
 def _shown_in_place(source: TokenSource, config: DataConfig, tokenizer: Tokenizer) -> Iterator[ShownDocument]:
     for document in documents_in_place(source, config, tokenizer.vocab_size):
         ids = document.tokens.ids
-        yield ShownDocument(document.place, ids, document.tokens.targets, {}, len(ids))
+        yield ShownDocument(
+            place=document.place, ids=ids, targets=document.tokens.targets, sequences={}, length=len(ids)
+        )
 
 
 def describe_document(document: ShownDocument, tokenizer: Tokenizer, colour: bool) -> str:

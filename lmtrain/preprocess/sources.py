@@ -43,7 +43,7 @@ _SHOWN = 3
 _BY_LINES = (".jsonl", ".txt")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Source:
     """One input file, or its part from byte `start`; `bytes` is the size of the part.
 
@@ -212,7 +212,7 @@ def describe_source(url: str) -> Source:
             digest.update(file.read(_SAMPLE_BYTES))
     if (reason := _no_data(url, start)) is not None:
         raise reason
-    return Source(url, size, digest.hexdigest()[:16], modified=modified)
+    return Source(url=url, bytes=size, fingerprint=digest.hexdigest()[:16], modified=modified)
 
 
 def _size_and_version(url: str) -> tuple[int | None, int | str | None]:

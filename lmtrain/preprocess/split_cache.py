@@ -81,12 +81,14 @@ class SplitCache(Cache):
         has_new_times: bool = False,
     ):
         super().__init__(
-            split_folder(config, split),
-            recipe,
-            [shard.source for shard in finished.shards] if finished else list(map(as_recorded, sources)),
-            dtype,
-            Shards.of(finished) if finished else Shards(),
-            None if isinstance(config.format, TextFormat) or not has_targets(recipe) else config.format.too_long,
+            folder=split_folder(config, split),
+            recipe=recipe,
+            sources=[shard.source for shard in finished.shards] if finished else list(map(as_recorded, sources)),
+            dtype=dtype,
+            shards=Shards.of(finished) if finished else Shards(),
+            too_long=None
+            if isinstance(config.format, TextFormat) or not has_targets(recipe)
+            else config.format.too_long,
         )
         self.split = split
         self.manifest = finished
@@ -110,7 +112,14 @@ class SplitCache(Cache):
         template, paths = chat_template_of(config), [shard_name(i, len(sources)) for i in range(len(sources))]
         which = {} if dropped is None else dropped.documents
         return {
-            number: ShardJob(source, join(self.folder, path), config, self.recipe, template, which.get(number))
+            number: ShardJob(
+                source=source,
+                path=join(self.folder, path),
+                config=config,
+                recipe=self.recipe,
+                template=template,
+                dropped=which.get(number),
+            )
             for number, (source, path) in enumerate(zip(sources, paths, strict=True))
             if not isinstance(source, TokenSource)
         }
@@ -194,7 +203,9 @@ class SplitCache(Cache):
         if self.manifest is None:
             if self.is_read:
                 check_contents(self.folder, self.shards.infos, self.recipe)
-            self.manifest = CacheManifest(self.split, self.recipe, self._urls, self.dtype, list(self.shards.infos))
+            self.manifest = CacheManifest(
+                split=self.split, recipe=self.recipe, urls=self._urls, dtype=self.dtype, shards=list(self.shards.infos)
+            )
             save_manifest(self.folder, self.manifest)
             forget(self.folder)
         return self.manifest

@@ -135,7 +135,7 @@ class Hit(NamedTuple):
     last: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class BenchmarkIndex:
     """N-grams of items. `hashes` uint64 [n], ascending, with the item of each, `owners` int32 [n].
 
@@ -187,7 +187,14 @@ def load_index(file: IO[bytes]) -> BenchmarkIndex:
         about = json.loads(str(saved["about"]))
         names = [(task, number) for task, number in about["names"]]
         table = np.unpackbits(saved["table"]).astype(bool)
-        return BenchmarkIndex(about["size"], saved["hashes"], saved["owners"], table, names, about["short"])
+        return BenchmarkIndex(
+            size=about["size"],
+            hashes=saved["hashes"],
+            owners=saved["owners"],
+            table=table,
+            names=names,
+            short=about["short"],
+        )
 
 
 def build_index(items: Sequence["BenchmarkItem"], size: int) -> BenchmarkIndex:
@@ -206,7 +213,14 @@ def build_index(items: Sequence["BenchmarkItem"], size: int) -> BenchmarkIndex:
     every, owner = every[rare], owner[rare]
     table = np.zeros(min(_MOST_SLOTS, 1 << max(10, (_SLOTS * len(every)).bit_length())), bool)
     table[(every % np.uint64(len(table))).astype(np.int64)] = True
-    return BenchmarkIndex(size, every, owner, table, [(item.task, item.number) for item in items], short)
+    return BenchmarkIndex(
+        size=size,
+        hashes=every,
+        owners=owner,
+        table=table,
+        names=[(item.task, item.number) for item in items],
+        short=short,
+    )
 
 
 # Bytes of hashes and places that are in memory at once.

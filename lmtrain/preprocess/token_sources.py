@@ -39,7 +39,7 @@ _DTYPES = {"uint16": "<u2", "uint32": "<u4"}
 _START_BYTES = 4096
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TokenSource:
     """A file that is read in place. `info` is what the cache's manifest says of it: its source has a `fingerprint` of
     parts of the file and its index, and when it was `modified` in ns, None for one at a URL."""
@@ -95,7 +95,7 @@ def find_layout(url: str, config: DataConfig, tokenizer: Tokenizer) -> TokenSour
     eos = own.eos_id if own.eos_id is not None else tokenizer.eos_id
     if eos is not None and eos >= ids:
         raise UserError(f"data.format.eos_id: {eos} is not below the vocabulary size of {ids:,}")
-    layout = TokenLayout("", 0, 0, ids, eos, own.eos_at or "last")
+    layout = TokenLayout(dtype="", offset=0, tokens=0, vocab_size=ids, eos=eos, eos_at=own.eos_at or "last")
     checksum = sample_checksum(size, read)
     documents = None
     if index_url is not None:
@@ -143,8 +143,16 @@ def find_layout(url: str, config: DataConfig, tokenizer: Tokenizer) -> TokenSour
     source = {"url": redact(url), "bytes": size, "fingerprint": fingerprint, "modified": modified}
     described = asdict(layout)
     file = url if is_url(url) else os.path.realpath(url)
-    info = ShardInfo(file, source, size, checksum, layout.tokens, documents, layout=described)
-    return TokenSource(url, size, info, _has_eos(sample, layout))
+    info = ShardInfo(
+        file=file,
+        source=source,
+        bytes=size,
+        sha256=checksum,
+        tokens=layout.tokens,
+        documents=documents,
+        layout=described,
+    )
+    return TokenSource(url=url, bytes=size, info=info, has_eos=_has_eos(sample, layout))
 
 
 def _has_eos(sample: Mapping[int, bytes], layout: TokenLayout) -> bool:
@@ -202,7 +210,7 @@ def _shard_source(folder: str, manifest: CacheManifest, info: ShardInfo) -> Toke
     path = shard_path(folder, info)
     source = {"url": redact(path), "bytes": info.bytes, "fingerprint": info.sha256[:16], "modified": None}
     described = replace(info, file=path if is_url(path) else os.path.realpath(path), source=source)
-    return TokenSource(path, info.bytes, replace(described, dtype=manifest.dtype))
+    return TokenSource(url=path, bytes=info.bytes, info=replace(described, dtype=manifest.dtype))
 
 
 def _size(url: str) -> int:
@@ -250,7 +258,9 @@ def documents_in_place(source: TokenSource, config: DataConfig, vocab_size: int)
     source.check_index()
     shards, dtype = Shards.of_one(source.info), token_dtype(vocab_size).str
     too_long: TooLong | None = None if source.info.targets is None else "cut"
-    store = open_store(config, Cache(config.cache_dir, {}, [], dtype, shards, too_long))
+    store = open_store(
+        config, Cache(folder=config.cache_dir, recipe={}, sources=[], dtype=dtype, shards=shards, too_long=too_long)
+    )
 
     def document(ids: np.ndarray, targets: np.ndarray) -> PlacedDocument:
         tokens = TokenizedText(ids, None if too_long is None else targets)

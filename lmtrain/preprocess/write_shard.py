@@ -48,7 +48,7 @@ WARNINGS = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ShardJob:
     """Everything that determines a shard. `path` has no extension; `template` is for conversations only.
 

@@ -15,7 +15,7 @@ RULE = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Curve:
     """A thinned metric. Steps ascend; values are NaN where a block has no finite value."""
 

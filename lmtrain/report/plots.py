@@ -18,7 +18,7 @@ _DASHES = [(), (5.0, 2.0), (1.5, 1.5), (6.0, 2.0, 1.5, 2.0)]  # strokes and gaps
 _GIB = 2**30
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Line:
     """A curve, its name in the legend, the number of its colour, and the number of its run in the report."""
 
@@ -37,7 +37,7 @@ class Line:
         return _DASHES[self.number // len(CURVES) % len(_DASHES)]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Plot:
     """A plot to draw. `name` is the file name without ending.
 
@@ -107,7 +107,9 @@ def choose_plots(runs: Sequence[LoggedRun]) -> tuple[list[Plot], list[str]]:
         if len(metrics) < len(every):
             notes.append(f"{chart.title}: {counted(len(every) - len(metrics), 'more metric')} in the log, not plotted.")
         if len(runs) == 1 and metrics:
-            lines = [Line(metric, runs[0].curves[metric], number) for number, metric in enumerate(metrics)]
+            lines = [
+                Line(label=metric, curve=runs[0].curves[metric], number=number) for number, metric in enumerate(metrics)
+            ]
             plots[chart.name] = _plot(chart, runs, chart.name, chart.title, lines)
         elif len(every) == 1:
             plots[chart.name] = _plot(chart, runs, chart.name, chart.title, _line_per_run(metrics[0], runs))
@@ -121,7 +123,9 @@ def choose_plots(runs: Sequence[LoggedRun]) -> tuple[list[Plot], list[str]]:
 def _line_per_run(metric: str, runs: Sequence[LoggedRun]) -> list[Line]:
     """One metric of all runs that have it. A run has the same colour in every plot."""
     return [
-        Line(run.name, run.curves[metric], number, number) for number, run in enumerate(runs) if metric in run.curves
+        Line(label=run.name, curve=run.curves[metric], number=number, run=number)
+        for number, run in enumerate(runs)
+        if metric in run.curves
     ]
 
 

@@ -115,7 +115,7 @@ _MAX_STEP = 2**53
 Samples = dict[str, dict[int, str]]  # generated texts by prompt, then by the number of updates
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LoggedRun:
     """A run: `curves` of its log by metric; `facts` from its first line; `notices` list missing and corrupt files."""
 
@@ -150,7 +150,18 @@ def read_run(files: RunFiles, name: str) -> LoggedRun:
     attempts = _read_ledger(os.path.join(files.folder, LEDGER), notices)
     text, config = _read_config(os.path.join(files.folder, "config.yaml"), notices)
     samples = read_samples(os.path.join(files.folder, "samples.jsonl"), notices)
-    return LoggedRun(name, files, curves, facts, last_step, attempts, config, text, notices, samples)
+    return LoggedRun(
+        name=name,
+        files=files,
+        curves=curves,
+        facts=facts,
+        last_step=last_step,
+        attempts=attempts,
+        config=config,
+        config_text=text,
+        notices=notices,
+        samples=samples,
+    )
 
 
 def read_samples(path: str, notices: list[str]) -> Samples:

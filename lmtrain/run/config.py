@@ -226,7 +226,9 @@ class RunConfig(HuggingFaceConfig):
         if not trains:
             features -= {"dropout", "second_derivatives"}
         block_size = model.flash_attention_block_size
-        return AttentionNeeds(model.attn_backend, frozenset(features), model.seq_len, block_size)
+        return AttentionNeeds(
+            backend=model.attn_backend, features=frozenset(features), seq_len=model.seq_len, block_size=block_size
+        )
 
     @property
     def base_dtype(self) -> str | None:

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Law:
     """A law. `E` is the loss that no size and no data falls below, in nats per token."""
 
@@ -79,7 +79,7 @@ class Interval(NamedTuple):
         return isinstance(value, int | float) and self.low <= value <= self.high
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Laws:
     """Many laws, as arrays: the laws fitted to samples of the losses. `noise` has a factor on the loss for each, of a
     single run."""
@@ -119,7 +119,7 @@ _STARTS = 24
 _ITERATIONS = 300
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Fit:
     """A fitted law, with the laws of samples. `residuals` are log(law) - log(loss), `noise` their standard deviation in
     a single run, and `degrees` its degrees of freedom. `at_bounds` are the unknowns whose values are a bound, with it:
@@ -162,10 +162,18 @@ def fit_law(parameters: Sequence[float], tokens: Sequence[float], losses: Sequen
     samples = problem.logs(best[None]) + size[:, None] * noise.of_points[noise.point] * errors
     laws, _ = problem.minimize(np.broadcast_to(best, (SAMPLES, NUM_UNKNOWN)), samples)
     factors = np.exp(noise.of_run * size * rng.standard_normal(SAMPLES))
-    law = Law(*(float(values[0]) for values in problem.unscale(best[None])))
+    numbers = zip(("E", "A", "alpha", "B", "beta"), problem.unscale(best[None]), strict=True)
+    law = Law(**{name: float(values[0]) for name, values in numbers})
     E, A, alpha, B, beta = problem.unscale(laws)
-    laws_of_samples = Laws(E, A, alpha, B, beta, factors)
-    return Fit(law, laws_of_samples, residuals, noise.of_run, noise.degrees, _at_bounds(law, n, d, y))
+    laws_of_samples = Laws(E=E, A=A, alpha=alpha, B=B, beta=beta, noise=factors)
+    return Fit(
+        law=law,
+        laws=laws_of_samples,
+        residuals=residuals,
+        noise=noise.of_run,
+        degrees=noise.degrees,
+        at_bounds=_at_bounds(law, n, d, y),
+    )
 
 
 def _at_bounds(law: Law, n: np.ndarray, d: np.ndarray, losses: np.ndarray) -> dict[str, float]:

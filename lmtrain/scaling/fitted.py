@@ -42,7 +42,7 @@ class Tested:
         return self.width <= INFORMATIVE
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class FittedLadder:
     """The runs of a ladder that the law was fitted to, the fit, and the backtest; `missing` runs are not done yet."""
 
@@ -64,7 +64,9 @@ def fit_ladder(ladder: Ladder, results: Results, train_tokens: float | None) -> 
     Raises `UserError` for runs that one law does not describe, or that do not determine its exponents.
     """
     runs = usable_runs(ladder, results, train_tokens)
-    return FittedLadder(ladder, runs, _fit(runs), _backtest(runs), len(results.law) - len(runs))
+    return FittedLadder(
+        ladder=ladder, runs=runs, fit=_fit(runs), backtest=_backtest(runs), missing=len(results.law) - len(runs)
+    )
 
 
 def usable_runs(ladder: Ladder, results: Results, train_tokens: float | None) -> list[Result]:

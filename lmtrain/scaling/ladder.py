@@ -41,7 +41,7 @@ class Size:
         return f"{self.model.hidden_dim}x{self.model.num_layers}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Ladder:
     """A ladder with the config of its runs, which includes `config.overrides`. Sizes ascend in N."""
 
@@ -112,7 +112,9 @@ class Ladder:
 def build_ladder(loaded: LoadedConfig[LadderConfig], base: LoadedConfig[RunConfig], vocab_size: int) -> Ladder:
     """The ladder of a file, with the config that it names. Raises `UserError` for a config that has no ladder."""
     _check_base(loaded.path, base.config)
-    ladder = Ladder(loaded.stem, loaded.path, loaded.config, base, vocab_size, ())
+    ladder = Ladder(
+        name=loaded.stem, path=loaded.path, config=loaded.config, base=base, vocab_size=vocab_size, sizes=()
+    )
     sizes = []
     for number, size in enumerate(loaded.config.sizes):
         settings = {f"model.{name}": value for name, value in size.items()}
@@ -122,7 +124,9 @@ def build_ladder(loaded: LoadedConfig[LadderConfig], base: LoadedConfig[RunConfi
     labels = [size.label for size in sizes]
     if twice := next((label for label in labels if labels.count(label) > 1), None):
         raise UserError(f"{loaded.path}: sizes: two are {twice} (width x depth); one of these must differ")
-    return Ladder(loaded.stem, loaded.path, loaded.config, base, vocab_size, sizes)
+    return Ladder(
+        name=loaded.stem, path=loaded.path, config=loaded.config, base=base, vocab_size=vocab_size, sizes=sizes
+    )
 
 
 def check_start(path: str, config: RunConfig) -> None:

@@ -19,7 +19,7 @@ from lmtrain.scaling.ladder import Ladder, training_flops
 _MIN_STEPS = 10
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Point:
     """A run. `settings` are those on the command line, by dotted name.
 
@@ -155,7 +155,18 @@ def _point(ladder: Ladder, number: int, ratio: float, seed: int, rate: float, to
         **ladder.transfer_of(ladder.run, size is ladder.sizes[0]),
     }
     flops = training_flops(size.model, ladder.vocab_size)
-    return Point(name, number, ratio, seed, rate, steps, size.parameters, steps * batch, flops, settings)
+    return Point(
+        id=name,
+        size=number,
+        ratio=ratio,
+        seed=seed,
+        rate=rate,
+        steps=steps,
+        parameters=size.parameters,
+        tokens=steps * batch,
+        flops_per_token=flops,
+        settings=settings,
+    )
 
 
 def _branch(ladder: Ladder, runs: Sequence[Point]) -> list[Point]:

@@ -95,7 +95,7 @@ _MAX_SPAN = 10
 _MIN_STEPS = 100
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Speed:
     """FLOP/s of one device, by `source`."""
 
@@ -113,7 +113,7 @@ class Speed:
         return 3600 * hours * self.flops_per_second * self.devices
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Prediction:
     """A run and its predicted loss. Factors are relative to the largest run of the ladder."""
 
@@ -133,7 +133,7 @@ class Prediction:
         return any(factor > far for factor, far in zip(factors, FAR.values(), strict=True))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Best:
     """The best run for a budget of FLOPs. `interval` is that of its N by the laws of samples, `range` are the N within
     0.1 % of the lowest loss; `settings` those of the run by dotted name."""
@@ -150,14 +150,14 @@ def predict(fitted: FittedLadder, model: ModelConfig, tokens: float) -> Predicti
     vocab_size, largest = fitted.ladder.vocab_size, fitted.largest.point
     parameters, flops = multiplying_parameters(model, vocab_size), training_flops(model, vocab_size) * tokens
     return Prediction(
-        parameters,
-        tokens,
-        flops,
-        fitted.fit.law.loss(parameters, tokens),
-        fitted.fit.laws.interval(parameters, tokens),
-        parameters / largest.parameters,
-        tokens / largest.tokens,
-        flops / (largest.flops_per_token * largest.tokens),
+        parameters=parameters,
+        tokens=tokens,
+        flops=flops,
+        loss=fitted.fit.law.loss(parameters, tokens),
+        interval=fitted.fit.laws.interval(parameters, tokens),
+        size_factor=parameters / largest.parameters,
+        token_factor=tokens / largest.tokens,
+        flops_factor=flops / (largest.flops_per_token * largest.tokens),
     )
 
 
@@ -201,7 +201,13 @@ def best_run(fitted: FittedLadder, config: RunConfig, shape: ModelConfig, flops:
             "the ladder"
         )
     flat = fitted.fit.law.flat_range(product)
-    return Best(parameters, interval, flat, predict(fitted, model, tokens), settings)
+    return Best(
+        parameters=parameters,
+        interval=interval,
+        range=flat,
+        prediction=predict(fitted, model, tokens),
+        settings=settings,
+    )
 
 
 def check_identified(fit: Fit) -> None:

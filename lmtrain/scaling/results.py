@@ -34,7 +34,7 @@ _OTHER_SETTINGS = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Result:
     """The state of a run. `loss` is that after its last step, None before; infinite if it has diverged.
 
@@ -140,7 +140,7 @@ def read_result(ladder: Ladder, point: Point) -> Result:
         other = [f"{step:,} steps instead of {point.steps:,}"]
     if loss is not None and not is_saved:  # killed before it logged the save
         is_saved = is_complete(step_folder(ladder.run.trainer.checkpointer.run_folder(point.id), point.steps))
-    return Result(point, step, loss, other, is_saved, is_checked)
+    return Result(point=point, step=step, loss=loss, differences=other, is_saved=is_saved, is_checked=is_checked)
 
 
 def is_complete(checkpoint: str) -> bool:

@@ -22,7 +22,7 @@ from lmtrain.sharding.config import Mapping, PartitioningConfig
 Rules = tuple[tuple[str, str | tuple[str, ...] | None], ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Layout:
     """The mesh, and the sharding rules of parameters (with optimizer state) and of computation.
 
@@ -99,7 +99,7 @@ def build_layout(
     in_mesh_order = tuple(ids[device] for device in grid.flat)
     unused = {"expert"} if expert_parts == 1 else set[str]()
     parameters, compute = (_rules(mapping, unused) for mapping in (config.parameter_mapping, config.compute_mapping))
-    return Layout(mesh, parameters, compute, in_mesh_order)
+    return Layout(mesh=mesh, parameter_rules=parameters, compute_rules=compute, slice_ids=in_mesh_order)
 
 
 def configured_replicas(config: PartitioningConfig, slices: int) -> int | None:

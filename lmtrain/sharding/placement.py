@@ -140,7 +140,7 @@ def _trailing_names(path: Any) -> tuple[str, ...]:
     return tuple(key.key for key in keys)[::-1]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LocalPart:
     """The part of global [batch, sequence] arrays of a `shape` that this process reads: ascending `rows`, `columns`."""
 
@@ -158,8 +158,12 @@ class LocalPart:
             assert index is not None
             rows.update(range(*index[0].indices(batch_size)))
             columns.update(index[1].indices(length)[:2])
-        found = np.array(sorted(rows), dtype=np.int64), range(min(columns), max(columns))
-        return cls(sharding, (batch_size, length), *found)
+        return cls(
+            sharding=sharding,
+            shape=(batch_size, length),
+            rows=np.array(sorted(rows), dtype=np.int64),
+            columns=range(min(columns), max(columns)),
+        )
 
     def cut(self, batch: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """This part of global arrays."""

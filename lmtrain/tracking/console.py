@@ -26,7 +26,7 @@ class Evaluated:
     loss: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Shown:
     """Values shown after a step. `next_*` are steps (estimates if due by the clock), None if there is none."""
 

@@ -88,7 +88,7 @@ _Number = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 _Steps = Annotated[int, Field(ge=0)]
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Attempt:
     """One start of a run. Times are seconds since 1970, `seconds` by kind; steps are updates done."""
 
@@ -124,7 +124,9 @@ class Ledger:
         began = now if began is None else began
         # time of the process before the timer was created
         self._before = max(0.0, now - began - timer.seconds[START_UP])
-        self._attempt = Attempt(began, now, 0, 0, dict.fromkeys(KINDS, 0.0))
+        self._attempt = Attempt(
+            started=began, updated=now, first_step=0, last_step=0, seconds=dict.fromkeys(KINDS, 0.0)
+        )
         self._written = timer.clock()
 
     def begin_steps(self, first_step: int, facts: Mapping[str, Any]) -> None:

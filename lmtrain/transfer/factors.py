@@ -54,7 +54,7 @@ _STACKED = ("layers", "expert", "qkv", "senses")
 _ANY_VOCABULARY = 128
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Factor:
     """Factors of a parameter: of its initial values, to which `offset` is added, its rate, its gradient before it is
     clipped, and Adam's epsilon for the gradient with that factor. Arrays are broadcast to the parameter's shape."""
@@ -139,7 +139,7 @@ class _Rules:
 
     def _table(self, path: str) -> Factor:
         spread = self.base.initial_range(self.base.hidden_dim) / self.config.initial_range(self.config.hidden_dim)
-        table = Factor(spread, epsilon=1 / self.width)
+        table = Factor(initial=spread, epsilon=1 / self.width)
         if path.startswith("unembed/"):
             return table.times(1 / self.width)
         return table.times(self.width**-0.5) if self.scales_embeddings and path.startswith("tokens/") else table
@@ -173,7 +173,7 @@ class _Rules:
         inputs, base_inputs = (_inputs(axes, sizes) for sizes in (shape, base))
         m, adds = inputs / base_inputs, axes[-1] in _EMBED and path.startswith("blocks/")
         spread = self.base.initial_range(base_inputs, adds) / self.config.initial_range(inputs, adds)
-        factor = Factor(spread * m**-0.5, 1 / m, 1.0, 1 / (self.width * depth))
+        factor = Factor(initial=spread * m**-0.5, rate=1 / m, gradient=1.0, epsilon=1 / (self.width * depth))
         if axes[-1] in _EMBED:
             return factor.times(self._added(depth) * self._of_senses(path))
         return factor.times(self._of_queries(path, axes))

@@ -97,7 +97,7 @@ class LoadedModel(NamedTuple):
     layout: "Layout"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TrainedModel:
     """A trained model: its source, its number of training steps if known, its config and its tokenizer.
 
@@ -169,7 +169,16 @@ def from_checkpoint(run: Run, path: str | None, average: str | None = None) -> T
     origin = ModelOrigin(run_info["run_id"], saved["data_tokens"], trained_on)
     template = template_of(run, tokenizer)
     source = checkpoint.path if average is None else f"average of {', '.join(each.path for each in checkpoints)}"
-    return TrainedModel(source, checkpoint.step, config, tokenizer, get_params, origin, template, generation_of(run))
+    return TrainedModel(
+        source=source,
+        step=checkpoint.step,
+        config=config,
+        tokenizer=tokenizer,
+        get_params=get_params,
+        origin=origin,
+        chat_template=template,
+        generation=generation_of(run),
+    )
 
 
 def _averaged(run: Run, path: str | None, average: str) -> list[Checkpoint]:
@@ -247,7 +256,7 @@ def from_hf(ref: str, config: RunConfig | None = None) -> TrainedModel:
 
         return load_hf_params(ref, config.model, model, layout, params)
 
-    return TrainedModel(ref, None, config, tokenizer, get_params)
+    return TrainedModel(source=ref, step=None, config=config, tokenizer=tokenizer, get_params=get_params)
 
 
 def _with_sizes_of(ref: str, config: RunConfig) -> RunConfig:

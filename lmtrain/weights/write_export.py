@@ -242,7 +242,7 @@ def _digest(tensor: np.ndarray) -> bytes:
     return hashlib.blake2b(tensor.reshape(-1).view(np.uint8).data, digest_size=16).digest()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Export:
     """Contents of an export, except for the values of the tensors.
 
@@ -278,7 +278,16 @@ def build_export(
     extra = family.extra_files() if hasattr(family, "extra_files") else {}
     max_length = config.seq_len if family.HAS_LEARNED_POSITIONS else None
     pieces = build_hf_pieces(config, model)
-    return Export(pieces, hf_config, extra, tokenizer, dtype, origin, config.seq_len, max_length)
+    return Export(
+        pieces=pieces,
+        config=hf_config,
+        extra_files=extra,
+        tokenizer=tokenizer,
+        dtype=dtype,
+        origin=origin,
+        seq_len=config.seq_len,
+        max_length=max_length,
+    )
 
 
 def build_adapter_export(
@@ -295,7 +304,16 @@ def build_adapter_export(
     tables = trained_tables(config.model, model)
     values = to_adapter_config(config.lora, model.sites, sites, tables, base_model)
     pieces = build_adapter_pieces(config.model, model)
-    return Export(pieces, values, {}, tokenizer, dtype, origin, config.model.seq_len, is_adapter=True)
+    return Export(
+        pieces=pieces,
+        config=values,
+        extra_files={},
+        tokenizer=tokenizer,
+        dtype=dtype,
+        origin=origin,
+        seq_len=config.model.seq_len,
+        is_adapter=True,
+    )
 
 
 def gather_tensors(params: Any, pieces: Sequence[Piece], layout: Layout, vocab_size: int) -> Iterator[np.ndarray]:

@@ -42,7 +42,7 @@ def make_checkpoint(put) -> Callable[..., Checkpoint]:
         names = ["run.json", "params/d/a", "optimizer/a"]
         for name in names:
             put(path, *name.split("/"), content=f"{name} of {step:9}".encode())
-        write_manifest(path, Manifest(step, kind, 1.5, record_files(path, names)))
+        write_manifest(path, Manifest(step=step, kind=kind, saved=1.5, files=record_files(path, names)))
         return Checkpoint(step, path)
 
     return make

@@ -30,7 +30,9 @@ CONTENTS = {
     "two blocks": b"x" * 2 * BLOCK,
     "deep/in/ö": bytes(range(256)),
 }
-SMALL = Manifest(1234567, Kind.TEMPORARY, 1795282636.4889033, {"ö/a": FileRecord(1234567, "0f" * 16)})
+SMALL = Manifest(
+    step=1234567, kind=Kind.TEMPORARY, saved=1795282636.4889033, files={"ö/a": FileRecord(1234567, "0f" * 16)}
+)
 
 
 @pytest.fixture(autouse=True)
@@ -49,9 +51,14 @@ def files(folder, put):
 @pytest.mark.parametrize(
     "manifest",
     [
-        Manifest(0, Kind.PERMANENT, 0.0, {}),
+        Manifest(step=0, kind=Kind.PERMANENT, saved=0.0, files={}),
         SMALL,
-        Manifest(2**40, Kind.PERMANENT, 1e-7, {"b": FileRecord(0, ""), 'a"\\\n': FileRecord(2**50, "ff")}),
+        Manifest(
+            step=2**40,
+            kind=Kind.PERMANENT,
+            saved=1e-7,
+            files={"b": FileRecord(0, ""), 'a"\\\n': FileRecord(2**50, "ff")},
+        ),
     ],
     ids=["empty", "small", "odd"],
 )
@@ -119,7 +126,7 @@ def test_files_are_recorded_with_sizes_and_distinct_checksums(files):
 def test_a_changed_byte_in_any_block_is_found(folder, put, place):
     content = b"x" * (2 * BLOCK + 1)
     put(folder, "a", content=content)
-    manifest = Manifest(1, Kind.PERMANENT, 0.0, record_files(folder, ["a"]))
+    manifest = Manifest(step=1, kind=Kind.PERMANENT, saved=0.0, files=record_files(folder, ["a"]))
     assert wrong_bytes(folder, manifest, ["a"]) == []
     put(folder, "a", content=content[:place] + b"y" + content[place + 1 :])
     check_sizes(folder, manifest)
@@ -127,7 +134,7 @@ def test_a_changed_byte_in_any_block_is_found(folder, put, place):
 
 
 def test_only_the_requested_files_are_compared(files):
-    manifest = Manifest(1, Kind.PERMANENT, 0.0, record_files(files, CONTENTS))
+    manifest = Manifest(step=1, kind=Kind.PERMANENT, saved=0.0, files=record_files(files, CONTENTS))
     for name in ("a block", "two blocks"):
         write_bytes(join(files, name), read_bytes(join(files, name)).replace(b"x", b"y"))
     assert wrong_bytes(files, manifest, ["a block", "a byte"]) == ["a block"]
@@ -145,7 +152,7 @@ def test_only_the_requested_files_are_compared(files):
     ],
 )
 def test_all_files_of_a_wrong_size_are_named(files, sizes, message):
-    manifest = Manifest(1, Kind.PERMANENT, 0.0, record_files(files, CONTENTS))
+    manifest = Manifest(step=1, kind=Kind.PERMANENT, saved=0.0, files=record_files(files, CONTENTS))
     check_sizes(files, manifest)
     for name, size in sizes.items():
         if size is None:

@@ -41,7 +41,7 @@ def save(run: RunFolder, step: int, kind: Kind) -> None:
     if "://" not in path:
         os.makedirs(path)
     write_json(join(path, "run.json"), {"step": step})
-    run.complete(Manifest(step, kind, 0.0, record_files(path, ["run.json"])))
+    run.complete(Manifest(step=step, kind=kind, saved=0.0, files=record_files(path, ["run.json"])))
 
 
 @contextmanager
@@ -203,7 +203,7 @@ def test_a_run_that_was_taken_over_writes_nothing(start, folder):
     with pytest.raises(TakenOverError):
         run.begin(3)
     with pytest.raises(TakenOverError):
-        run.complete(Manifest(2, Kind.PERMANENT, 0.0, {}))
+        run.complete(Manifest(step=2, kind=Kind.PERMANENT, saved=0.0, files={}))
     assert list_files(folder) == before
 
 

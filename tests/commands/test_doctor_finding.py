@@ -8,8 +8,11 @@ from lmtrain.commands.doctor import Finding
 @pytest.mark.parametrize(
     ("finding", "lines"),
     [
-        (Finding("disk", "all there"), ["ok   disk         all there"]),
-        (Finding("disk", "full", "BAD", "delete"), ["BAD  disk         full", "                  -> delete"]),
+        (Finding(what="disk", seen="all there"), ["ok   disk         all there"]),
+        (
+            Finding(what="disk", seen="full", state="BAD", fix="delete"),
+            ["BAD  disk         full", "                  -> delete"],
+        ),
     ],
 )
 def test_a_finding_is_one_line_and_one_with_the_fix(finding, lines):

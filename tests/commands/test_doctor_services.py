@@ -123,5 +123,5 @@ def test_an_offline_hub_is_noted():
 def test_a_finding_shows_no_secrets():
     found = look_at_place("nonsense://me:planted@host/a?sig=planted")
     assert "planted" not in "".join(found.lines())
-    found = Finding("wandb", "https://me:planted@host is unreachable")
+    found = Finding(what="wandb", seen="https://me:planted@host is unreachable")
     assert found.lines() == ["ok   wandb        https://***@host is unreachable"]

@@ -26,14 +26,30 @@ def store(tmp_path_factory):
         train_urls=VALIDATION_FILES, tokenizer=str(TOKENIZER), cache_dir=str(tmp_path_factory.mktemp("cache"))
     )
     manifest = build_cache(config, "train")
-    cache = Cache(split_folder(config, "train"), manifest.recipe, [], manifest.dtype, Shards.of(manifest))
+    cache = Cache(
+        folder=split_folder(config, "train"),
+        recipe=manifest.recipe,
+        sources=[],
+        dtype=manifest.dtype,
+        shards=Shards.of(manifest),
+    )
     return open_store(config, cache)
 
 
 def source_of(*stores, rows=(0, 1, 2, 3), mixture=None, shuffle=False, separate=True):
     if isinstance(stores[-1], list):
         *stores, rows = stores
-    return TrainSource(stores, mixture, 16, BatchSizes.of(4), {4: np.array(rows)}, 30, shuffle, 5, separate)
+    return TrainSource(
+        stores=stores,
+        mixture=mixture,
+        seq_len=16,
+        batch_sizes=BatchSizes.of(4),
+        rows={4: np.array(rows)},
+        num_steps=30,
+        shuffle=shuffle,
+        seed=5,
+        mask_across_documents=separate,
+    )
 
 
 def test_every_row_has_one_target_fewer_than_tokens(store):
@@ -46,7 +62,18 @@ def test_every_row_has_one_target_fewer_than_tokens(store):
 @pytest.mark.parametrize("separate", [False, True])
 def test_parts_of_the_columns_are_parts_of_the_batch(store, separate):
     """Cuts fall anywhere, also where a document starts."""
-    sources = source_of(store, separate=separate), EvalSource(store, 16, 4, np.arange(4), None, separate, True)
+    sources = (
+        source_of(store, separate=separate),
+        EvalSource(
+            store=store,
+            seq_len=16,
+            batch_size=4,
+            rows=np.arange(4),
+            max_batches=None,
+            mask_across_documents=separate,
+            reset_positions=True,
+        ),
+    )
     for source in sources:
         for cut in range(17):
             parts = [replace(source, columns=columns) for columns in (range(cut), range(cut, 16)) if columns]
@@ -60,7 +87,18 @@ def test_loss_weights_of_a_source_apply_to_all_its_tokens(store):
     """Each row is from one source; both stores have the same tokens, so only the weights differ."""
     mixture = Mixture([(0, (0.5, 0.5))], seed=1)
     sizes, rows = BatchSizes.of(4), {4: np.arange(4)}
-    weighted = TrainSource([store, store], mixture, 16, sizes, rows, 30, False, 5, True, loss_weights=[2.0, 0.25])
+    weighted = TrainSource(
+        stores=[store, store],
+        mixture=mixture,
+        seq_len=16,
+        batch_sizes=sizes,
+        rows=rows,
+        num_steps=30,
+        shuffle=False,
+        seed=5,
+        mask_across_documents=True,
+        loss_weights=[2.0, 0.25],
+    )
     for step in range(5):
         batch = weighted[step]
         sources, _ = mixture.source_of(np.int64(step * 4) + np.arange(4))
@@ -89,7 +127,15 @@ def test_segments_are_where_the_documents_of_each_row_start(store):
 @pytest.mark.parametrize("separate", [True, False])
 def test_positions_restart_at_each_document_of_a_row(store, separate):
     source = replace(source_of(store, separate=separate), reset_positions=True)
-    evaluation = EvalSource(store, 16, 4, np.arange(4), None, separate, True)
+    evaluation = EvalSource(
+        store=store,
+        seq_len=16,
+        batch_size=4,
+        rows=np.arange(4),
+        max_batches=None,
+        mask_across_documents=separate,
+        reset_positions=True,
+    )
     begins = 0
     for batch in (read[index] for read in (source, evaluation) for index in range(30)):
         assert ("segments" in batch) is separate
@@ -105,14 +151,23 @@ def test_positions_restart_at_each_document_of_a_row(store, separate):
 
 
 def test_evaluation_has_every_token_but_the_first_as_a_target_once(store):
-    source = EvalSource(store, 16, 7, np.arange(7), None, True)
+    source = EvalSource(
+        store=store, seq_len=16, batch_size=7, rows=np.arange(7), max_batches=None, mask_across_documents=True
+    )
     targets = [
         np.roll(batch["tokens"], -1, axis=1)[batch["loss_mask"]]
         for batch in map(source.__getitem__, range(len(source)))
     ]
     everything, _, _ = store.read(np.array([0]), store.shards.tokens)
     np.testing.assert_array_equal(np.concatenate(targets), everything[0, 1:])
-    assert len(EvalSource(store, 16, 7, np.arange(7), 2, True)) == 2
+    assert (
+        len(
+            EvalSource(
+                store=store, seq_len=16, batch_size=7, rows=np.arange(7), max_batches=2, mask_across_documents=True
+            )
+        )
+        == 2
+    )
 
 
 @pytest.mark.parametrize("shuffle", [False, True, 7])
@@ -141,7 +196,17 @@ def test_phases_of_batch_sizes_cut_the_same_sequence_of_examples_differently(sto
     def read(sizes, num_steps: int):
         sizes = BatchSizes.of(sizes)
         rows = {size: np.arange(size) for size in sizes.all}
-        source = TrainSource(stores, mixture, 16, sizes, rows, num_steps, shuffle, 5, True)
+        source = TrainSource(
+            stores=stores,
+            mixture=mixture,
+            seq_len=16,
+            batch_sizes=sizes,
+            rows=rows,
+            num_steps=num_steps,
+            shuffle=shuffle,
+            seed=5,
+            mask_across_documents=True,
+        )
         batches = [source[step] for step in range(num_steps)]
         return batches, {name: np.concatenate([batch[name] for batch in batches]) for name in batches[0]}
 
@@ -154,7 +219,15 @@ def test_phases_of_batch_sizes_cut_the_same_sequence_of_examples_differently(sto
             np.testing.assert_array_equal(phased[name], constant[name])
     # a resume within the second phase reads the same batches
     source = TrainSource(
-        stores, mixture, 16, BatchSizes.of([(0, 2), (3, 4)]), {2: np.arange(2), 4: np.arange(4)}, 9, shuffle, 5, True
+        stores=stores,
+        mixture=mixture,
+        seq_len=16,
+        batch_sizes=BatchSizes.of([(0, 2), (3, 4)]),
+        rows={2: np.arange(2), 4: np.arange(4)},
+        num_steps=9,
+        shuffle=shuffle,
+        seed=5,
+        mask_across_documents=True,
     )
     for step, batch in enumerate(iterate(source, 2), start=2):
         np.testing.assert_array_equal(batch["tokens"], batches[step]["tokens"])
@@ -195,7 +268,17 @@ def test_other_errors_of_a_reader_thread_are_raised_as_they_are(store, monkeypat
 
 
 def test_less_than_one_sequence_is_a_user_error(store):
-    source = TrainSource([store], None, 10**6, BatchSizes.of(4), {4: np.arange(4)}, 30, False, 5, True)
+    source = TrainSource(
+        stores=[store],
+        mixture=None,
+        seq_len=10**6,
+        batch_sizes=BatchSizes.of(4),
+        rows={4: np.arange(4)},
+        num_steps=30,
+        shuffle=False,
+        seed=5,
+        mask_across_documents=True,
+    )
     with pytest.raises(UserError, match=r"one sequence of 1,000,000 \(model.seq_len\)"):
         source[0]
 

@@ -7,8 +7,12 @@ import pytest
 from lmtrain.data.cache_manifest import CacheManifest, ShardInfo, load_manifest, manifest_path, save_manifest
 from lmtrain.runtime.errors import UserError
 
-SHARD = ShardInfo("shard-00000-of-00001.arrayrecord", {"url": "a"}, 100, "abc", 40, 3)
-MANIFEST = CacheManifest("train", {"tokenizer": {"fingerprint": "f"}}, ["a"], "<u2", [SHARD, SHARD])
+SHARD = ShardInfo(
+    file="shard-00000-of-00001.arrayrecord", source={"url": "a"}, bytes=100, sha256="abc", tokens=40, documents=3
+)
+MANIFEST = CacheManifest(
+    split="train", recipe={"tokenizer": {"fingerprint": "f"}}, urls=["a"], dtype="<u2", shards=[SHARD, SHARD]
+)
 
 
 def test_a_manifest_reads_back_as_written(tmp_path):

@@ -13,9 +13,9 @@ TWO = {"a": {"train_urls": ["a"]}, "b": {"train_urls": ["b"]}}
 def cache(*tokens, url="a.jsonl", fingerprint="f", recipe=None):
     shards = Shards()
     for count in tokens:
-        shards.add(ShardInfo("f", {}, 1, "", count, 1))
+        shards.add(ShardInfo(file="f", source={}, bytes=1, sha256="", tokens=count, documents=1))
     source = {"url": url, "bytes": 9, "fingerprint": fingerprint, "start": None}
-    return Cache("folder", recipe or {"tokenizer": "t"}, [source], "<u2", shards)
+    return Cache(folder="folder", recipe=recipe or {"tokenizer": "t"}, sources=[source], dtype="<u2", shards=shards)
 
 
 def finished(*tokens):

@@ -40,7 +40,14 @@ def folder(tmp_path):
 @pytest.fixture
 def infos():
     return [
-        ShardInfo(f"shard-{number}.arrayrecord", {}, SIZE, hashlib.sha256(content_of(number)).hexdigest(), 1, 1)
+        ShardInfo(
+            file=f"shard-{number}.arrayrecord",
+            source={},
+            bytes=SIZE,
+            sha256=hashlib.sha256(content_of(number)).hexdigest(),
+            tokens=1,
+            documents=1,
+        )
         for number in range(12)
     ]
 

@@ -62,7 +62,9 @@ class Documents:
         self._lengths.append(np.array(lengths, np.int64))
         new = [100 * (first + number) + place for number, length in enumerate(lengths) for place in range(length)]
         self._tokens = np.append(self._tokens, np.array(new, np.int32))
-        self.shards.add(ShardInfo("f", {}, 1, "", len(new), len(lengths), targets=0))
+        self.shards.add(
+            ShardInfo(file="f", source={}, bytes=1, sha256="", tokens=len(new), documents=len(lengths), targets=0)
+        )
 
     def document_lengths(self, shard):
         return self._lengths[shard]
@@ -75,7 +77,17 @@ class Documents:
 
 def source(store, steps=4, **settings):
     keywords = {"mask_across_documents": True, "reset_positions": None} | settings
-    return TrainSource([store], None, 8, BatchSizes.of(2), {2: np.arange(2)}, steps, False, 0, **keywords)
+    return TrainSource(
+        stores=[store],
+        mixture=None,
+        seq_len=8,
+        batch_sizes=BatchSizes.of(2),
+        rows={2: np.arange(2)},
+        num_steps=steps,
+        shuffle=False,
+        seed=0,
+        **keywords,
+    )
 
 
 def test_a_position_is_trained_if_the_next_token_is_a_target_of_the_same_document():
@@ -125,7 +137,15 @@ def test_dropped_documents_are_in_no_window():
 
 def test_evaluation_reads_every_window_once_and_pads_the_last_batch():
     store = Documents([3, 4, 2], [9, 8])
-    whole = EvalSource(store, 8, 3, np.arange(3), None, True, None)
+    whole = EvalSource(
+        store=store,
+        seq_len=8,
+        batch_size=3,
+        rows=np.arange(3),
+        max_batches=None,
+        mask_across_documents=True,
+        reset_positions=None,
+    )
     assert len(whole) == 2
     assert [whole[0]["tokens"][:, 0].tolist(), whole[1]["tokens"][:, 0].tolist()] == [[0, 200, 300], [400, 0, 0]]
     assert whole[1]["loss_mask"].any(axis=1).tolist() == [True, False, False]

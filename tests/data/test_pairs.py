@@ -79,7 +79,16 @@ def test_parts_of_the_columns_are_parts_of_the_batch(shards, cut):
 
 def test_evaluation_has_the_values_of_each_document_once():
     store = Pairs([3, 2, 2, 1], [3, 9, 1, 1])
-    whole = EvalSource(store, 8, 2, np.arange(2), None, True, None, reference=np.arange(1, 9, dtype=np.float32))
+    whole = EvalSource(
+        store=store,
+        seq_len=8,
+        batch_size=2,
+        rows=np.arange(2),
+        max_batches=None,
+        mask_across_documents=True,
+        reset_positions=None,
+        reference=np.arange(1, 9, dtype=np.float32),
+    )
     values = np.concatenate([whole[index]["reference"].ravel() for index in range(len(whole))])
     assert values[values > 0].tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
     assert not whole[1]["loss_mask"][1].any()

@@ -24,7 +24,7 @@ resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 2**26, 
 try:
     if sys.argv[1] == "read":
         shards = Shards()
-        shards.add(ShardInfo("shard", {}, 16, "", 4, 1))
+        shards.add(ShardInfo(file="shard", source={}, bytes=16, sha256="", tokens=4, documents=1))
         TokenStore("train", shards, "uint16", lambda info: "shard").read(np.zeros(1, np.int64), 4)
     else:
         with _written("shard"):

@@ -11,7 +11,7 @@ from lmtrain.data.cache_manifest import CacheManifest, ShardInfo, Shards
 
 
 def info(tokens):
-    return ShardInfo("f", {}, 1, "", tokens, 1)
+    return ShardInfo(file="f", source={}, bytes=1, sha256="", tokens=tokens, documents=1)
 
 
 @pytest.fixture
@@ -26,7 +26,9 @@ def still_waiting(future):
 
 
 def test_shards_of_a_manifest_are_complete():
-    shards = Shards.of(CacheManifest("train", {}, [], "<u2", [info(3), info(0), info(4)]))
+    shards = Shards.of(
+        CacheManifest(split="train", recipe={}, urls=[], dtype="<u2", shards=[info(3), info(0), info(4)])
+    )
     assert (shards.tokens, shards.complete, shards.starts.tolist()) == (7, True, [0, 3, 3, 7])
     assert shards.wait_for(10**9) == shards.wait_for(None) == 7
     assert [shard.tokens for shard in shards.follow()] == [3, 0, 4]

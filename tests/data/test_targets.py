@@ -16,7 +16,9 @@ CHAT = {"documents": {"format": {"type": "chat"}}}
 
 
 def shard(documents=1, targets=1, **more):
-    return ShardInfo("f", {"url": "a.jsonl"}, 1, "", 9, documents, targets=targets, **more)
+    return ShardInfo(
+        file="f", source={"url": "a.jsonl"}, bytes=1, sha256="", tokens=9, documents=documents, targets=targets, **more
+    )
 
 
 @pytest.mark.parametrize(
@@ -41,7 +43,15 @@ def test_targets_are_looked_for_until_the_limit_while_the_cache_grows(too_long, 
     store = Documents([1, 1], too_long=too_long, complete=False)  # documents of their first token have no target
     windows = PackedWindows(store, 2)
     source = {"url": "a.jsonl"}
-    cache = Cache("cache", CHAT, [source], "<u2", store.shards, too_long, packed={2: windows})
+    cache = Cache(
+        folder="cache",
+        recipe=CHAT,
+        sources=[source],
+        dtype="<u2",
+        shards=store.shards,
+        too_long=too_long,
+        packed={2: windows},
+    )
     assert not FirstTargets(DataConfig(), cache, 2).found()
     with pytest.raises(UserError, match=r"^cache \(a\.jsonl\): no target token in the first 1 sequences"):
         FirstTargets(DataConfig(), cache, 2, limit=1).found()

@@ -36,9 +36,11 @@ def write(folder, targets=None):
                 tokens[begin : begin + BLOCK_TOKENS].tobytes() + inside.astype("<u2").tobytes() + bits.tobytes()
             )
         writer.close()
-        shards.append(ShardInfo(file, {}, os.path.getsize(folder / file), "", size, 1))
+        shards.append(
+            ShardInfo(file=file, source={}, bytes=os.path.getsize(folder / file), sha256="", tokens=size, documents=1)
+        )
         start += size
-    return folder, CacheManifest("train", {}, [], "<u2", shards), everything, begins[:-1]
+    return folder, CacheManifest(split="train", recipe={}, urls=[], dtype="<u2", shards=shards), everything, begins[:-1]
 
 
 @pytest.fixture(scope="module")

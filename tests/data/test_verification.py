@@ -40,7 +40,9 @@ def test_a_corrupt_shard_that_is_not_read_yet_is_an_error_whose_advice_rebuilds_
     good = last.read_bytes()
     flip(last)
     shards = Shards.of(manifest)
-    store = open_store(config, Cache(str(folder), manifest.recipe, [], manifest.dtype, shards))
+    store = open_store(
+        config, Cache(folder=str(folder), recipe=manifest.recipe, sources=[], dtype=manifest.dtype, shards=shards)
+    )
     store.read(np.array([0]), 8)  # from the first shard
     verify_in_background(str(folder), shards).join()
     with pytest.raises(UserError, match="has another checksum than in the manifest: the cache is corrupt") as caught:

@@ -24,7 +24,7 @@ def of(shards, overlap=0):
 )
 def test_training_drops_the_tail_and_evaluation_keeps_a_tail_with_a_target(tokens, train, evaluation):
     shards = Shards()
-    shards.add(ShardInfo("f", {}, 1, "", tokens, 1))
+    shards.add(ShardInfo(file="f", source={}, bytes=1, sha256="", tokens=tokens, documents=1))
     assert (of(shards).for_training(), of(shards, overlap=1).for_evaluation()) == (train, evaluation)
 
 
@@ -76,14 +76,14 @@ def test_orders_requested_in_parts_equal_one_request(shuffle, monkeypatch):
 def test_the_order_while_the_cache_grows_is_that_of_the_finished_cache(shuffle):
     """Windows of 10 tokens; the cache ends at 95 tokens, and grows by 5."""
     finished, growing = Shards(), Shards()
-    finished.add(ShardInfo("f", {}, 1, "", 95, 1))
+    finished.add(ShardInfo(file="f", source={}, bytes=1, sha256="", tokens=95, documents=1))
     finished.finish()
     with ThreadPoolExecutor(1) as pool:
         for first in range(0, 30, 2):  # into the fourth epoch
             examples = np.array([first, first + 1])
             asked = pool.submit(wait_for_windows, of(growing), examples, shuffle)
             while not asked.done() and not growing.complete:
-                growing.add(ShardInfo("f", {}, 1, "", 5, 1))
+                growing.add(ShardInfo(file="f", source={}, bytes=1, sha256="", tokens=5, documents=1))
                 time.sleep(0.002)
                 if growing.tokens == 95:
                     growing.finish()
@@ -96,7 +96,7 @@ def test_the_order_while_the_cache_grows_is_that_of_the_finished_cache(shuffle):
 
 def test_a_full_shuffle_waits_for_everything():
     growing = Shards()
-    growing.add(ShardInfo("f", {}, 1, "", 95, 1))
+    growing.add(ShardInfo(file="f", source={}, bytes=1, sha256="", tokens=95, documents=1))
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(wait_for_windows, of(growing), np.array([0]), True)
         time.sleep(0.05)

@@ -14,7 +14,7 @@ from lmtrain.objectives.cross_entropy import CrossEntropy
 from lmtrain.runtime.errors import UserError
 from lmtrain.runtime.signals import StoppedError
 
-NOTHING = Context(None, None, "float32", None, {}, seq_len=32)
+NOTHING = Context(model=None, layout=None, compute_dtype="float32", tokenizer=None, sets={}, seq_len=32)
 
 
 @dataclasses.dataclass

@@ -50,7 +50,14 @@ def test_prompts_of_several_lengths_continue_as_each_does_alone(config):
 def context():
     tokenizer = load_tokenizer(str(TOKENIZER))
     model, params = quick.writing_model(Gpt2Config(**SIZES), tokenizer.vocab_size)
-    return Context(model, build_layout(PartitioningConfig()), "bfloat16", tokenizer, {}, seq_len=32), params
+    return Context(
+        model=model,
+        layout=build_layout(PartitioningConfig()),
+        compute_dtype="bfloat16",
+        tokenizer=tokenizer,
+        sets={},
+        seq_len=32,
+    ), params
 
 
 def test_texts_are_those_of_averaged_parameters_and_have_no_metrics(context):

@@ -36,6 +36,6 @@ def test_that_of_a_run_follows_its_setting_and_that_of_a_hugging_face_model_its_
     )
     tokenizer = replace(tokenizer, library=library)
     config = RunConfig.model_validate({"data": {"enforce_bos": not adds}})
-    model = TrainedModel("x", None, config, tokenizer, lambda *_: None)
+    model = TrainedModel(source="x", step=None, config=config, tokenizer=tokenizer, get_params=lambda *_: None)
     assert starts_with_bos(model) == adds
     assert starts_with_bos(replace(model, origin=ModelOrigin("run", "data"))) == (not adds)

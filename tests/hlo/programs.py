@@ -5,9 +5,9 @@ import jax
 from lmtrain.compiled.collectives import Network
 from lmtrain.compiled.figures import measure
 
-ALONE = Network({"data": 1}, [0])
-EIGHT = Network({"replica": 1, "data": 8, "model": 1}, [0] * 8)
-FOUR = Network({"replica": 1, "data": 4, "model": 1}, [0] * 4)
+ALONE = Network(mesh={"data": 1}, slice_ids=[0])
+EIGHT = Network(mesh={"replica": 1, "data": 8, "model": 1}, slice_ids=[0] * 8)
+FOUR = Network(mesh={"replica": 1, "data": 4, "model": 1}, slice_ids=[0] * 4)
 
 
 def count_flops(function, *shapes):

@@ -10,7 +10,7 @@ from lmtrain.runtime.accelerators import ACCELERATORS
 
 def test_the_bound_hides_asynchronous_communication_and_nothing_else():
     h100 = ACCELERATORS["h100"]
-    found = measure(GPU_LOOP, Network({"data": 8}, [0] * 8, "NVLink", "DCN"))
+    found = measure(GPU_LOOP, Network(mesh={"data": 8}, slice_ids=[0] * 8, fast="NVLink", slow="DCN"))
     half = found.wire_bytes / 2 / h100.link_bandwidth
     seconds = bound(989e12, 0.5 * h100.memory_bandwidth, found.collectives, h100)
     assert (seconds["products"], seconds["hbm"]) == (pytest.approx(1.0), pytest.approx(0.5))

@@ -20,7 +20,7 @@ def test_a_tpu_reduce_scatter_is_one_and_an_asynchronous_collective_counts_once(
 
 
 def test_a_group_over_two_slices_uses_the_slow_network_and_shares_it():
-    found = measure(GPU_LOOP, Network({"data": 8}, [0, 0, 0, 0, 1, 1, 1, 1], "NVLink", "DCN"))
+    found = measure(GPU_LOOP, Network(mesh={"data": 8}, slice_ids=[0, 0, 0, 0, 1, 1, 1, 1], fast="NVLink", slow="DCN"))
     assert {(one.network, one.per_slice) for one in found.collectives} == {("DCN", 4)}
     h100 = ACCELERATORS["h100"]
     seconds = bound(0.0, 0.0, found.collectives, h100)
@@ -29,7 +29,7 @@ def test_a_group_over_two_slices_uses_the_slow_network_and_shares_it():
 
 
 def test_transfers_between_slices_of_tpus_are_collectives_over_the_slow_network():
-    found = measure(SLICES_OF_TPUS, Network({"replica": 2, "data": 2}, [0, 0, 1, 1]))
+    found = measure(SLICES_OF_TPUS, Network(mesh={"replica": 2, "data": 2}, slice_ids=[0, 0, 1, 1]))
     within, across = found.collectives
     assert (within.kind, within.network, within.axes) == ("all-reduce", "ICI", ("data",))
     assert (across.kind, across.network, across.axes, across.devices) == ("all-reduce", "DCN", ("replica",), 2)

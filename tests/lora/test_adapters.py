@@ -8,7 +8,10 @@ import pytest
 from lmtrain.lora.model import adapted_layers, init_adapters, merge_layer, start_from, trained_in_full
 from lmtrain.lora.sites import Site
 
-SITES = [Site("blocks/q", "layers.{layer}.q", 16, 6, (0, 1, 2), False), Site("weigh", "weigh", 4, 8, None, False)]
+SITES = [
+    Site(path="blocks/q", module="layers.{layer}.q", inputs=16, outputs=6, layers=(0, 1, 2), is_conv1d=False),
+    Site(path="weigh", module="weigh", inputs=4, outputs=8, layers=None, is_conv1d=False),
+]
 
 
 def test_a_is_uniform_by_the_number_of_inputs_and_b_is_zero():

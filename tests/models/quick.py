@@ -92,7 +92,14 @@ def build_step(
     if "teacher" in more:
         _, shardings = add_teacher(shardings, shardings, more["teacher"], layout, dtype)
     number = defaultdict(lambda: microbatches)
-    step = TrainStep(model, objective or CrossEntropy(), optimizer, schedule, number, **more)
+    step = TrainStep(
+        model=model,
+        objective=objective or CrossEntropy(),
+        optimizer=optimizer,
+        schedule=schedule,
+        num_microbatches=number,
+        **more,
+    )
     return build_train_step(step, layout, shardings)
 
 

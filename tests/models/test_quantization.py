@@ -22,7 +22,13 @@ BLOCK = {"gpt2": 4, "mistral": 7, "mpt": 4, "backpack": 4}
 def step_operands(model, values, batch, products, dtype="bfloat16"):
     number = defaultdict(lambda: 1)
     step = TrainStep(
-        model, CrossEntropy(), quick.KEEPER, lambda step: 0.5, number, compute_dtype=dtype, products=products
+        model=model,
+        objective=CrossEntropy(),
+        optimizer=quick.KEEPER,
+        schedule=lambda step: 0.5,
+        num_microbatches=number,
+        compute_dtype=dtype,
+        products=products,
     )
     return quick.operands(step, quick.new_state(values), batch)
 

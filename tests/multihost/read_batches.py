@@ -37,15 +37,15 @@ def main() -> None:
     sizes = BatchSizes.of(size)
     mixture = build_mixture(config.data, list(caches.train), sizes, data_seed(config))
     source = TrainSource(
-        stores,
-        mixture,
-        seq_len,
-        sizes,
-        {size: part.rows},
-        STEPS,
-        config.data.shuffle,
-        data_seed(config),
-        True,
+        stores=stores,
+        mixture=mixture,
+        seq_len=seq_len,
+        batch_sizes=sizes,
+        rows={size: part.rows},
+        num_steps=STEPS,
+        shuffle=config.data.shuffle,
+        seed=data_seed(config),
+        mask_across_documents=True,
         columns=part.columns,
     )
     held: dict[str, str] = {}

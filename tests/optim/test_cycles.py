@@ -37,12 +37,16 @@ def test_cycles_end_at_the_steps_of_the_reference_and_cover_the_run(settings, en
 
 def test_fractions_refer_to_their_cycle_and_later_cycles_use_rewarmup():
     config = AdamConfig(cycles=[20, 60], warmup=0.5, rewarmup=0.25, decay=0.5)
-    assert build_cycles(config, 100) == [Cycle(0, 20, 10, 10), Cycle(20, 60, 10, 20), Cycle(60, 100, 10, 20)]
+    assert build_cycles(config, 100) == [
+        Cycle(start=0, end=20, warmup=10, decay=10),
+        Cycle(start=20, end=60, warmup=10, decay=20),
+        Cycle(start=60, end=100, warmup=10, decay=20),
+    ]
 
 
 def test_without_decay_setting_all_steps_after_the_warmup_decay():
-    assert build_cycles(AdamConfig(warmup=10), 100) == [Cycle(0, 100, 10, 90)]
-    assert build_cycles(AdamConfig(warmup=1.0), 100) == [Cycle(0, 100, 100, 0)]
+    assert build_cycles(AdamConfig(warmup=10), 100) == [Cycle(start=0, end=100, warmup=10, decay=90)]
+    assert build_cycles(AdamConfig(warmup=1.0), 100) == [Cycle(start=0, end=100, warmup=100, decay=0)]
 
 
 @pytest.mark.parametrize(
@@ -68,4 +72,6 @@ def test_lengths_that_do_not_fit_are_errors_with_setting_and_sizes(settings, fie
 
 
 def test_a_constant_rate_may_have_no_decay():
-    assert build_cycles(AdamConfig(lr_schedule="constant", decay=0, warmup=0), 100) == [Cycle(0, 100, 0, 0)]
+    assert build_cycles(AdamConfig(lr_schedule="constant", decay=0, warmup=0), 100) == [
+        Cycle(start=0, end=100, warmup=0, decay=0)
+    ]

@@ -57,7 +57,16 @@ def test_likelihoods_accuracies_and_texts_agree(tasks, tmp_path, monkeypatch, fa
     plan = build_export(config, model, tokenizer, "float32")
     write_export(str(tmp_path / "hf"), plan, gather_tensors(params, plan.pieces, layout, model.vocab_size))
 
-    context = Context(model, layout, "float32", tokenizer, {}, seq_len=LENGTH, batch_size=4, folder=str(tmp_path))
+    context = Context(
+        model=model,
+        layout=layout,
+        compute_dtype="float32",
+        tokenizer=tokenizer,
+        sets={},
+        seq_len=LENGTH,
+        batch_size=4,
+        folder=str(tmp_path),
+    )
     ours = Benchmarks(tasks, None)
     assert ours.prepare(context)
     found = ours.evaluate(jax.device_put(params), step=3)
@@ -109,7 +118,16 @@ def test_likelihoods_of_chats_agree(tasks, tmp_path, multiturn):
     plan = build_export(config, model, chat_tokenizer, "float32")
     write_export(str(tmp_path / "hf"), plan, gather_tensors(params, plan.pieces, layout, model.vocab_size))
 
-    context = Context(model, layout, "float32", chat_tokenizer, {}, seq_len=128, batch_size=4, folder=str(tmp_path))
+    context = Context(
+        model=model,
+        layout=layout,
+        compute_dtype="float32",
+        tokenizer=chat_tokenizer,
+        sets={},
+        seq_len=128,
+        batch_size=4,
+        folder=str(tmp_path),
+    )
     chat = {"apply_chat_template": True, "fewshot_as_multiturn": multiturn, "task_spec": [SHOTS]}
     settings = tasks.model_copy(update=chat)
     ours = Benchmarks(settings, None)

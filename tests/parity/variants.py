@@ -137,7 +137,7 @@ VARIANTS: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
 }
 
-TOKENIZER = Tokenizer("none", None, VOCAB, eos_id=1, bos_id=0, fingerprint="none")
+TOKENIZER = Tokenizer(path="none", library=None, vocab_size=VOCAB, eos_id=1, bos_id=0, fingerprint="none")
 
 
 class Variant(NamedTuple):

@@ -52,11 +52,13 @@ def test_a_refused_step_has_the_first_lines_of_the_compiler():
 
 
 def test_advice_has_the_largest_setting_that_fits_in_place_of_the_general_one():
-    search = Search(request(), None, 1.0)
+    search = Search(request=request(), capacity=None, timeout=1.0)
     none = "no value of per_device_parallelism and gradient_checkpointing fits these devices; use more devices"
     assert list(advice_lines(plan(1), None))[-2:] == ["  trainer.per_device_parallelism: 1", "  more devices"]
     assert next(advice_lines(plan(1), search)) == none
-    search.best = Trial("smaller", {"trainer.per_device_parallelism": 4}, 1.0, 2 * GIB, True)
+    search.best = Trial(
+        name="smaller", changes={"trainer.per_device_parallelism": 4}, seconds=1.0, peak=2 * GIB, fits=True
+    )
     assert list(advice_lines(plan(1), search)) == [
         "largest that fits (2.00 GiB by the compiler): smaller",
         *("  trainer:", "    per_device_parallelism: 4", "what to reduce, most effective first:", "  more devices"),

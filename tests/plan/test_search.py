@@ -20,7 +20,7 @@ def search(monkeypatch):
 
     def build(capacity: float, compiler=None, report=lambda line: None) -> Search:
         monkeypatch.setattr("lmtrain.plan.search.ask", compiler or FakeCompiler(cost))
-        return Search(request(), capacity, 60.0, report)
+        return Search(request=request(), capacity=capacity, timeout=60.0, report=report)
 
     return build
 
@@ -62,7 +62,7 @@ def test_of_equally_fast_settings_the_one_with_less_memory_is_kept(search):
 
 def test_products_in_8_bits_are_kept_only_if_they_pay_by_cycles_if_there_are():
     def trial(seconds, products=None, cycles=None):
-        return Trial("", {}, seconds, 1.0, True, products, cycles)
+        return Trial(name="", changes={}, seconds=seconds, peak=1.0, fits=True, products=products, cycles=cycles)
 
     assert trial(0.9, "fp8").is_better_than(trial(1.0))
     assert not trial(0.95, "fp8").is_better_than(trial(1.0))

@@ -272,8 +272,11 @@ def test_an_error_that_makes_the_rest_unreadable_is_raised(read, extension, cont
 @pytest.mark.parametrize(
     ("reader", "message"),
     [
-        (TokenIds("ids", vocab_size=7), "a .txt holds text, but the passthrough tokenizer requires token ids"),
-        (Completions("a", "b", ""), "a .txt holds text without fields; use .jsonl, or remove data.format"),
+        (TokenIds(key="ids", vocab_size=7), "a .txt holds text, but the passthrough tokenizer requires token ids"),
+        (
+            Completions(input_field="a", output_field="b", separate_with=""),
+            "a .txt holds text without fields; use .jsonl, or remove data.format",
+        ),
     ],
 )
 def test_a_txt_holds_texts_only(tmp_path, reader, message):

@@ -39,7 +39,9 @@ def folder(request, tmp_path_factory):
 
 def tokens_and_targets(folder, messages, loss_on="assistant", **more):
     """Token ids of a conversation, and the text of its targets."""
-    reader = Conversations(find_template(folder, None, "chat_template"), "messages", loss_on)
+    reader = Conversations(
+        template=find_template(folder, None, "chat_template"), messages_field="messages", loss_on=loss_on
+    )
     instruction = reader.read({"messages": messages, **more})
     tokenizer = load_tokenizer(folder)
     found = tokenize([instruction], tokenizer, CHAT)
@@ -136,7 +138,10 @@ def test_tools_and_variables_reach_the_template(tmp_path):
     more = "{{ tools[0].name if tools }}{{ style }}{{ depth }}" + PLAIN
     folder = str(write_chat_tokenizer(tmp_path, more))
     reader = Conversations(
-        find_template(folder, None, "chat_template"), "turns", "assistant", {"style": "S", "depth": "D"}
+        template=find_template(folder, None, "chat_template"),
+        messages_field="turns",
+        loss_on="assistant",
+        variables={"style": "S", "depth": "D"},
     )
     record = {"turns": CONVERSATION, "tools": json.dumps([{"name": "T"}]), "chat_template_kwargs": {"depth": "E"}}
     assert reader.read(record).text.startswith("TSE")
@@ -155,7 +160,9 @@ def test_a_damaged_conversation_is_one_error_with_file_and_line(tmp_path):
 
 @pytest.mark.parametrize("depth", [400, 900])
 def test_a_message_that_is_nested_deeply_is_an_error_with_its_place(tmp_path, depth):
-    reader = Conversations(find_template(str(write_chat_tokenizer(tmp_path)), None, "x"), "messages", "all")
+    reader = Conversations(
+        template=find_template(str(write_chat_tokenizer(tmp_path)), None, "x"), messages_field="messages", loss_on="all"
+    )
     nested = []
     for _ in range(depth):
         nested = [nested]
@@ -193,7 +200,14 @@ def chat_config(tmp_path, folder, *paths, **settings):
 
 
 def read_all(config, manifest):
-    cache = Cache(f"{config.cache_dir}/train", manifest.recipe, [], manifest.dtype, Shards.of(manifest), "cut")
+    cache = Cache(
+        folder=f"{config.cache_dir}/train",
+        recipe=manifest.recipe,
+        sources=[],
+        dtype=manifest.dtype,
+        shards=Shards.of(manifest),
+        too_long="cut",
+    )
     store = open_store(config, cache)
     tokens, begins, targets = (part[0] for part in store.read(np.array([0]), manifest.tokens))
     return tokens, begins, targets, [store.document_lengths(shard).tolist() for shard in range(len(manifest.shards))]
@@ -263,7 +277,9 @@ def test_replies_that_the_template_does_not_write_are_counted(tmp_path):
     call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "fetch_weather"}}]}
     reasoning = {"role": "assistant", "content": "<think>Hm.</think>\n\nThe robot."}
     reader = Conversations(
-        find_template(str(write_chat_tokenizer(tmp_path / "t", PLAIN)), None, "x"), "messages", "last"
+        template=find_template(str(write_chat_tokenizer(tmp_path / "t", PLAIN)), None, "x"),
+        messages_field="messages",
+        loss_on="last",
     )
     shown = [reader.read({"messages": [CONVERSATION[1], reply]}).is_written for reply in (reasoning, call)]
     assert shown == [True, False]
@@ -292,7 +308,9 @@ GENERATION = "{% generation %}{{ messages[1].content }}{% endgeneration %}"
 def test_what_is_not_learned_of_a_conversation_is_counted(tmp_path, template, messages, counts):
     folder = str(write_chat_tokenizer(tmp_path, template))
     on = "last" if "generation %}" in template or template is PLAIN else "all"
-    document = Conversations(find_template(folder, None, "x"), "messages", on).read({"messages": messages})
+    document = Conversations(template=find_template(folder, None, "x"), messages_field="messages", loss_on=on).read(
+        {"messages": messages}
+    )
     batch = tokenize([document], load_tokenizer(folder), CHAT)
     assert {name for name in WARNINGS if getattr(batch, name)} == set(counts)
 
@@ -337,7 +355,7 @@ def test_a_tokenizer_without_the_template_or_its_tokens_is_an_error_with_advice(
 
 
 def test_completions_are_targets_and_end_in_an_eos_token(folder):
-    reader = Completions("prompt", "completion", " -> ")
+    reader = Completions(input_field="prompt", output_field="completion", separate_with=" -> ")
     tokenizer = load_tokenizer(folder)
     one = reader.read({"prompt": "the robot", "completion": "counts"})
     found = tokenize([one, one], tokenizer, COMPLETION)
@@ -372,15 +390,20 @@ def test_completions_are_targets_and_end_in_an_eos_token(folder):
 )
 def test_a_damaged_completion_is_an_error(record, words):
     with pytest.raises(BadRecordError) as caught:
-        Completions("prompt", "completion", "").read(record)
+        Completions(input_field="prompt", output_field="completion", separate_with="").read(record)
     for word in words:
         assert word in str(caught.value)
 
 
 def test_keys_of_a_completion_that_change_nothing_are_accepted():
     record = {"prompt": "S a", "completion": "b", "system": "S", "label": True, "weight": 1, "tools": [], "id": 3}
-    assert Completions("prompt", "completion", "").read(record).text == "S ab"
-    assert Completions("prompt", "completion", "", ["input"]).read(record | {"input": "c"}).text == "S ab"
+    assert Completions(input_field="prompt", output_field="completion", separate_with="").read(record).text == "S ab"
+    assert (
+        Completions(input_field="prompt", output_field="completion", separate_with="", ignored_fields=["input"])
+        .read(record | {"input": "c"})
+        .text
+        == "S ab"
+    )
 
 
 @pytest.mark.parametrize("separator", ["", "\n", " Answer: "])
@@ -391,7 +414,8 @@ def test_answers_that_repeat_their_prompt_are_an_error_if_most_do_and_counted_el
         lines = (json.dumps({"prompt": prompt, "completion": answer}) + "\n" for prompt, answer in rows)
         (tmp_path / "rows.jsonl").write_text("".join(lines))
         return DocumentReader(
-            describe_source(str(tmp_path / "rows.jsonl")), Completions("prompt", "completion", separator)
+            describe_source(str(tmp_path / "rows.jsonl")),
+            Completions(input_field="prompt", output_field="completion", separate_with=separator),
         )
 
     if separator.strip():  # a text of its own between them, so that both are meant

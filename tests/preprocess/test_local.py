@@ -33,7 +33,8 @@ import jax  # loaded in a training process, must not be loaded in its workers
 
 folder, tokenizer = sys.argv[1:]
 config = DataConfig(tokenizer=tokenizer)
-jobs = [ShardJob(Source(f"{folder}/{name}.jsonl", 0, ""), f"{folder}/{name}", config, {}) for name in "ab"]
+sources = {name: Source(url=f"{folder}/{name}.jsonl", bytes=0, fingerprint="") for name in "ab"}
+jobs = [ShardJob(source=sources[name], path=f"{folder}/{name}", config=config, recipe={}) for name in "ab"]
 print(list(run_locally(jobs, lambda counts: None, lambda: False, 2)))  # workers do not import this program
 """
 
@@ -137,7 +138,7 @@ def test_shards_and_progress_of_several_workers_add_up(tmp_path, settings):
         source = tmp_path / f"{name}.jsonl"
         source.write_text("".join(json.dumps({"text": f"{name} {i}"}) + "\n" for i in range(2000)))
         described = describe_source(str(source))
-        jobs.append(ShardJob(described, str(tmp_path / name), config, {}))
+        jobs.append(ShardJob(source=described, path=str(tmp_path / name), config=config, recipe={}))
     seen = []
     built = list(run_locally(jobs, lambda counts: seen.append(counts.tolist()), lambda: False, 2))
     assert sorted((number, info.file) for number, info in built) == [
@@ -151,8 +152,13 @@ def test_shards_and_progress_of_several_workers_add_up(tmp_path, settings):
 def test_an_error_in_a_worker_is_raised_in_the_parent(tmp_path, settings):
     source = tmp_path / "a.jsonl"
     source.write_text("{}\n")
-    described = Source(str(source), 3, "")
-    job = ShardJob(described, str(tmp_path / "a"), DataConfig(tokenizer=settings["data"]["tokenizer"]), {})
+    described = Source(url=str(source), bytes=3, fingerprint="")
+    job = ShardJob(
+        source=described,
+        path=str(tmp_path / "a"),
+        config=DataConfig(tokenizer=settings["data"]["tokenizer"]),
+        recipe={},
+    )
     with pytest.raises(UserError, match=r"a\.jsonl:1: no key 'text'"):
         list(run_locally([job], lambda counts: None, lambda: False, 1))
 
@@ -171,6 +177,8 @@ def test_the_limit_of_open_files_is_an_error_with_what_to_raise(tmp_path, monkey
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
     monkeypatch.setattr(executor, "ProcessPoolExecutor", start)
-    job = ShardJob(Source("a.jsonl", 0, ""), str(tmp_path / "a"), DataConfig(), {})
+    job = ShardJob(
+        source=Source(url="a.jsonl", bytes=0, fingerprint=""), path=str(tmp_path / "a"), config=DataConfig(), recipe={}
+    )
     with pytest.raises(UserError, match=r"too many open files.*ulimit -n"):
         list(run_locally([job], lambda counts: None, lambda: False, 1))

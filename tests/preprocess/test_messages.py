@@ -193,7 +193,7 @@ def test_a_null_content_next_to_tool_calls_is_missing_for_the_template_as_in_tra
         "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ m.tool_calls and m.tool_calls[0].function.name }}\n"
     )
     folder = str(write_chat_tokenizer(tmp_path, template + "{% endfor %}"))
-    reader = Conversations(find_template(folder, None, "x"), "messages", "all")
+    reader = Conversations(template=find_template(folder, None, "x"), messages_field="messages", loss_on="all")
     chat = [ASKED[0], call]
     text = reader.read({"messages": chat}).text
     assert text == open_in_transformers(folder).apply_chat_template(chat, tokenize=False)

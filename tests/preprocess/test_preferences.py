@@ -214,7 +214,14 @@ def test_a_cache_keeps_pairs_together_leaves_out_equal_ones_and_drops_duplicates
     assert shard.documents == 10
     assert len(shard.warnings) == 1
     assert f"{path}:6: 1 " in shard.warnings[0]
-    cache = Cache(f"{config.cache_dir}/train", manifest.recipe, [], manifest.dtype, Shards.of(manifest), "cut")
+    cache = Cache(
+        folder=f"{config.cache_dir}/train",
+        recipe=manifest.recipe,
+        sources=[],
+        dtype=manifest.dtype,
+        shards=Shards.of(manifest),
+        too_long="cut",
+    )
     assert cache.has_pairs
     windows = PairWindows(open_store(config, cache), 64)
     number = windows.for_training()

@@ -38,7 +38,7 @@ def test_a_record_without_text_is_an_error_that_names_the_setting(record, messag
     ],
 )
 def test_token_ids_are_below_the_vocabulary_size(ids, message):
-    reader = TokenIds("ids", vocab_size=7)
+    reader = TokenIds(key="ids", vocab_size=7)
     assert read_document(reader, {"ids": [0, 6]}) == [0, 6]
     with pytest.raises(BadRecordError) as caught:
         read_document(reader, {"ids": ids})

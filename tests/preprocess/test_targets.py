@@ -29,7 +29,7 @@ CONVERSATIONS = {
 
 def targets(template, messages, tools, loss_on="assistant"):
     """The text and the parts of it that are targets, or the reason of the refusal."""
-    reader = Conversations(ChatTemplate(template, TOKENS), "messages", loss_on)
+    reader = Conversations(template=ChatTemplate(template, TOKENS), messages_field="messages", loss_on=loss_on)
     try:
         read = reader.read({"messages": messages, "tools": tools})
     except BadRecordError as error:

@@ -70,7 +70,10 @@ def test_documents_that_spell_special_tokens_and_those_that_get_a_second_one_are
         batch = tokenize(texts, tokenizer, DataConfig(**settings))
         assert (batch.spelled, batch.doubled) == (5, doubled), settings
     completion = DataConfig(format={"type": "completion"})
-    texts = [InstructionText(text, ((1, len(text)),), (text,), is_plain=True) for text in ("ab<|endoftext|>", "ab")]
+    texts = [
+        InstructionText(text=text, targets=((1, len(text)),), contents=(text,), is_plain=True)
+        for text in ("ab<|endoftext|>", "ab")
+    ]
     assert tokenize(texts, tokenizer, completion).doubled == 1
 
 

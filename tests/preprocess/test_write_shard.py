@@ -26,7 +26,10 @@ def build(tmp_path, settings):
         source.write_bytes("".join(json.dumps({"text": text}) + "\n" for text in texts).encode() + tail)
         path = str(tmp_path / name)
         job = ShardJob(
-            describe_source(str(source)), path, DataConfig(tokenizer=settings["data"]["tokenizer"]), {"made": "so"}
+            source=describe_source(str(source)),
+            path=path,
+            config=DataConfig(tokenizer=settings["data"]["tokenizer"]),
+            recipe={"made": "so"},
         )
         reports = []
         info = build_shard(job, lambda *increments: reports.append(increments))

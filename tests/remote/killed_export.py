@@ -23,8 +23,15 @@ _CHANGES = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rm
 
 def export_step_4(folder: str, value: float) -> None:
     """An export of few files: weights and settings."""
-    pieces = [Piece("a", (2, 3), Row("a", "a"), None)]
-    export = Export(pieces, {"model_type": "gpt2"}, {}, open_tokenizer("passthrough", 100), "float32", ORIGIN)
+    pieces = [Piece(name="a", shape=(2, 3), row=Row("a", "a"), index=None)]
+    export = Export(
+        pieces=pieces,
+        config={"model_type": "gpt2"},
+        extra_files={},
+        tokenizer=open_tokenizer("passthrough", 100),
+        dtype="float32",
+        origin=ORIGIN,
+    )
     write_export(f"{folder}/step-4", export, [np.full((2, 3), value, np.float32)])
 
 

@@ -14,7 +14,10 @@ NOISY = 3 + np.random.default_rng(0).normal(0, 0.2, 1000)
 
 
 def plot(*columns, **settings) -> Plot:
-    lines = [Line(f"line {number}", thin(STEPS[: len(each)], each), number) for number, each in enumerate(columns)]
+    lines = [
+        Line(label=f"line {number}", curve=thin(STEPS[: len(each)], each), number=number)
+        for number, each in enumerate(columns)
+    ]
     return Plot(**{"name": "p", "title": "Title", "unit": "nats", "lines": lines, "last_step": 1000, **settings})
 
 
@@ -81,7 +84,10 @@ def test_bytes_have_round_ticks():
 
 @pytest.mark.parametrize("label", [r"$\frac{$", "_hidden", "名前", "x" * 500, "<b>&\"'"])
 def test_labels_are_not_interpreted(label, recwarn):
-    lines = [Line(label, thin(STEPS, NOISY), 0), Line("other", thin(STEPS, NOISY), 1)]
+    lines = [
+        Line(label=label, curve=thin(STEPS, NOISY), number=0),
+        Line(label="other", curve=thin(STEPS, NOISY), number=1),
+    ]
     figure = draw(plot(lines=lines, title=label))
     to_png(figure)
     assert len(legend(figure)) == 2

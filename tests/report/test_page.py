@@ -164,7 +164,8 @@ def test_a_failed_write_is_an_error_and_keeps_the_old_page(tmp_path):
 def test_pyplot_is_not_imported():
     program = "import sys; from lmtrain.report import page; from lmtrain.report.draw import draw, to_png; "
     program += "from lmtrain.report.plots import Plot; "
-    program += "before = 'matplotlib' in sys.modules; to_png(draw(Plot('p', 'Title', '', [], 1))); "
+    program += "plot = Plot(name='p', title='Title', unit='', lines=[], last_step=1); "
+    program += "before = 'matplotlib' in sys.modules; to_png(draw(plot)); "
     program += "print(before, [name for name in ('matplotlib.pyplot', 'jax', 'pandas') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
     assert done.stdout == "False []\n", done.stderr

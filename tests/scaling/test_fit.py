@@ -26,7 +26,12 @@ def test_a_law_without_noise_is_recovered():
 
 
 @pytest.mark.parametrize(
-    "law", [Law(0.9, 50, 0.6, 2e3, 0.4), Law(2.5, 2e3, 0.45, 30, 0.15), Law(1e-3, 20, 0.1, 60, 0.2)]
+    "law",
+    [
+        Law(E=0.9, A=50, alpha=0.6, B=2e3, beta=0.4),
+        Law(E=2.5, A=2e3, alpha=0.45, B=30, beta=0.15),
+        Law(E=1e-3, A=20, alpha=0.1, B=60, beta=0.2),
+    ],
 )
 def test_other_laws_are_recovered(law):
     fit = fit_law(N, D, [law.loss(n, d) for n, d in RUNS])

@@ -22,7 +22,11 @@ from lmtrain.sharding.mesh import Layout, build_layout
 def test_an_axis_is_split_over_the_mesh_axes_with_several_devices(axis, expected):
     plan = build_layout(PartitioningConfig(tensor_parallel_axes=["mlp"]))
     assert split_over(axis) == ()
-    many = Layout(AbstractMesh((1, 4, 1, 1, 2), plan.mesh.axis_names), plan.parameter_rules, plan.compute_rules)
+    many = Layout(
+        mesh=AbstractMesh((1, 4, 1, 1, 2), plan.mesh.axis_names),
+        parameter_rules=plan.parameter_rules,
+        compute_rules=plan.compute_rules,
+    )
     with jax.sharding.use_abstract_mesh(many.mesh), nn.logical_axis_rules([*many.compute_rules, *many.parameter_rules]):
         assert split_over(axis) == expected
         assert num_parts(("data", "model")) == 8

@@ -21,7 +21,11 @@ def boxed(shape, names):
 def on_many_devices() -> Layout:
     """A layout for 4 x 2 abstract devices."""
     plan = build_layout(PartitioningConfig(tensor_parallel_axes=["mlp"]))
-    return Layout(AbstractMesh((1, 4, 1, 1, 2), plan.mesh.axis_names), plan.parameter_rules, plan.compute_rules)
+    return Layout(
+        mesh=AbstractMesh((1, 4, 1, 1, 2), plan.mesh.axis_names),
+        parameter_rules=plan.parameter_rules,
+        compute_rules=plan.compute_rules,
+    )
 
 
 def test_names_become_mesh_axes():

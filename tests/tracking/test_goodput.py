@@ -139,8 +139,10 @@ def test_steps_repeated_after_a_restart_are_lost_once(clocks, tmp_path, starts, 
 
 
 def test_the_lost_fraction_of_a_starts_step_time_is_that_of_its_steps():
-    first = Attempt(0, 100, 50, 60, {STEPS: 80.0, EVALUATION: 20.0})
-    found = total_seconds([first, Attempt(100, 110, 57, 58, {STEPS: 10.0})])
+    first = Attempt(started=0, updated=100, first_step=50, last_step=60, seconds={STEPS: 80.0, EVALUATION: 20.0})
+    found = total_seconds(
+        [first, Attempt(started=100, updated=110, first_step=57, last_step=58, seconds={STEPS: 10.0})]
+    )
     assert found == {
         **dict.fromkeys(KINDS, 0.0),
         STEPS: 80 * 0.7 + 10,

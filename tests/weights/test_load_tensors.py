@@ -95,9 +95,10 @@ for name, settings in layouts.items():
     print(json.dumps({"devices": layout.mesh.size, "ways": ways}))
     np.savez(f"{folder}/{name}.npz", **{path: np.asarray(leaf) for path, leaf in flat.items()})
     pieces = build_hf_pieces(config, model)
-    tokenizer = Tokenizer("none", None, vocab, eos_id=None, bos_id=None, fingerprint="none")
+    tokenizer = Tokenizer(path="none", library=None, vocab_size=vocab, eos_id=None, bos_id=None, fingerprint="none")
     tensors = gather_tensors(params, pieces, layout, vocab)
-    write_export(f"{folder}/{name}", Export(pieces, {}, {}, tokenizer, "float32"), tensors)
+    export = Export(pieces=pieces, config={}, extra_files={}, tokenizer=tokenizer, dtype="float32")
+    write_export(f"{folder}/{name}", export, tensors)
 """
 
 

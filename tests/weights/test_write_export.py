@@ -26,10 +26,17 @@ CONFIG = {"model_type": "gpt2"}
 
 
 def write(folder, dtype: str = "float32", tokenizer=TOKENIZER, template=None, generation=None, **options) -> None:
-    pieces = [Piece(name, tensor.shape, Row(name, name), None) for name, tensor in TENSORS.items()]
+    pieces = [Piece(name=name, shape=tensor.shape, row=Row(name, name), index=None) for name, tensor in TENSORS.items()]
     extra = {"code.py": b"print()"}
     settings = {"seq_len": 128, "max_length": 128, "chat_template": template, "generation": generation or {}}
-    export = Export(pieces, CONFIG, extra, load_tokenizer(str(tokenizer)), dtype, **settings)
+    export = Export(
+        pieces=pieces,
+        config=CONFIG,
+        extra_files=extra,
+        tokenizer=load_tokenizer(str(tokenizer)),
+        dtype=dtype,
+        **settings,
+    )
     write_export(str(folder), export, TENSORS.values(), **options)
 
 

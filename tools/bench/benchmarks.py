@@ -108,7 +108,15 @@ def main() -> None:
         plan = build_export(config, model, tokenizer, "float32")
         write_export(str(folder / "hf"), plan, gather_tensors(params, plan.pieces, layout, model.vocab_size))
         theirs = HFLM(str(folder / "hf"), device="cpu", dtype="float32", batch_size=BATCH, max_length=LENGTH)
-        context = Context(model, layout, "float32", tokenizer, {}, seq_len=LENGTH, batch_size=BATCH)
+        context = Context(
+            model=model,
+            layout=layout,
+            compute_dtype="float32",
+            tokenizer=tokenizer,
+            sets={},
+            seq_len=LENGTH,
+            batch_size=BATCH,
+        )
         for name, requests in REQUESTS.items():
             settings = EvalHarnessConfig(task_spec=[name], include_path=temporary)
             ours = Benchmarks(settings, None)

@@ -56,15 +56,32 @@ def write_cache(folder: str, tokens: int) -> CacheManifest:
         blocks.add(TokenBatch(ids, lengths))
         blocks.finish()
         writer.close()
-        infos.append(ShardInfo(file, {}, os.path.getsize(os.path.join(folder, file)), "", len(ids), len(lengths)))
-    return CacheManifest("train", {}, [], "<u2", infos)
+        infos.append(
+            ShardInfo(
+                file=file,
+                source={},
+                bytes=os.path.getsize(os.path.join(folder, file)),
+                sha256="",
+                tokens=len(ids),
+                documents=len(lengths),
+            )
+        )
+    return CacheManifest(split="train", recipe={}, urls=[], dtype="<u2", shards=infos)
 
 
 def load(folder: str, manifest: CacheManifest, shuffle: bool | int) -> float:
-    cache = Cache(folder, {}, [], "<u2", Shards.of(manifest))
+    cache = Cache(folder=folder, recipe={}, sources=[], dtype="<u2", shards=Shards.of(manifest))
     store = open_store(DataConfig(), cache)
     source = TrainSource(
-        [store], None, SEQ_LEN, BatchSizes.of(BATCH), {BATCH: np.arange(BATCH)}, STEPS + 20, shuffle, 0, True
+        stores=[store],
+        mixture=None,
+        seq_len=SEQ_LEN,
+        batch_sizes=BatchSizes.of(BATCH),
+        rows={BATCH: np.arange(BATCH)},
+        num_steps=STEPS + 20,
+        shuffle=shuffle,
+        seed=0,
+        mask_across_documents=True,
     )
     batches = iterate(source)
     for _ in range(20):
@@ -105,12 +122,22 @@ def open_many(folder: str, count: int = 10_000) -> float:
         with open(os.path.join(cache, "train", f"{name}.arrayrecord"), "wb") as file:
             file.write(b"x" * 100)
         described = vars(describe_source(source))
-        infos.append(ShardInfo(f"{name}.arrayrecord", described, 100, "0" * 64, 1000, 10))
+        infos.append(
+            ShardInfo(
+                file=f"{name}.arrayrecord", source=described, bytes=100, sha256="0" * 64, tokens=1000, documents=10
+            )
+        )
     recipe = recipe_of(config, open_tokenizer("byte"), None)
-    save_manifest(os.path.join(cache, "train"), CacheManifest("train", recipe, config.urls("train"), "<u2", infos))
+    save_manifest(
+        os.path.join(cache, "train"),
+        CacheManifest(split="train", recipe=recipe, urls=config.urls("train"), dtype="<u2", shards=infos),
+    )
     began = time.perf_counter()
     plan = find_cache(config, "train")
-    open_store(config, Cache(plan.folder, plan.recipe, plan.sources, plan.dtype, plan.shards))
+    open_store(
+        config,
+        Cache(folder=plan.folder, recipe=plan.recipe, sources=plan.sources, dtype=plan.dtype, shards=plan.shards),
+    )
     return time.perf_counter() - began
 
 

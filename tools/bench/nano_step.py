@@ -47,7 +47,11 @@ def lmtrain_step(tokens: np.ndarray, **execution: bool) -> Callable[[], float]:
     abstract, shardings = state_shardings(model, optimizer, layout, "float32")
     state = init_state(model, optimizer, abstract, shardings, seed=0)
     step = build_train_step(
-        TrainStep(model, CrossEntropy(), optimizer, schedule, num_microbatches={BATCH: 1}), layout, shardings
+        TrainStep(
+            model=model, objective=CrossEntropy(), optimizer=optimizer, schedule=schedule, num_microbatches={BATCH: 1}
+        ),
+        layout,
+        shardings,
     )
     mask = np.ones((BATCH, LENGTH), bool)
     mask[:, -1] = False

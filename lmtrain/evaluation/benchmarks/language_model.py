@@ -52,7 +52,7 @@ class Likelihood(NamedTuple):
     is_greedy: bool
 
 
-@dataclass
+@dataclass(kw_only=True)
 class _ScoredRow:
     """One sequence, and the questions about it: those with the same tokens share it."""
 
@@ -157,7 +157,7 @@ def _rows(questions: Sequence[Question]) -> list[_ScoredRow]:
     for number, (tokens, targets) in enumerate(questions):
         row = last.get(tokens)
         if row is None or len(row.targets) + len(targets) > _SMALL:
-            row = last[tokens] = _ScoredRow(tokens, [], [], [])
+            row = last[tokens] = _ScoredRow(tokens=tokens, questions=[], positions=[], targets=[])
             rows.append(row)
         row.questions.append(number)
         row.positions += range(len(tokens) - len(targets), len(tokens))

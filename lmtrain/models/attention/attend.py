@@ -85,7 +85,7 @@ def alibi_slopes(heads: int, bias_max: float) -> np.ndarray:
     return ordered[:heads].astype(np.float32)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Options:
     """Optional features of attention, as in `attend`: `segments` are those of the keys, [B, T]. Scores with slopes have
     no cap.

@@ -199,5 +199,11 @@ def _join(parts: jax.Array, axis: int = 3) -> jax.Array:
 
 
 KERNEL = Kernel(
-    "blockwise", None, all_but("dropout"), blockwise, auto_from=4096, uses_block_size=True, mean_trips=mean_trips
+    name="blockwise",
+    platform=None,
+    features=all_but("dropout"),
+    call=blockwise,
+    auto_from=4096,
+    uses_block_size=True,
+    mean_trips=mean_trips,
 )

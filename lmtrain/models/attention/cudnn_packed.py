@@ -72,10 +72,10 @@ def _unavailable(device_kind: str) -> str:
 
 
 KERNEL = Kernel(
-    "cudnn_packed",
-    "gpu",
-    frozenset({"window", "segments"}),
-    cudnn_packed,
+    name="cudnn_packed",
+    platform="gpu",
+    features=frozenset({"window", "segments"}),
+    call=cudnn_packed,
     flops=(1.0, 2.5),
     unavailable=_unavailable,
 )

@@ -18,7 +18,7 @@ from lmtrain.runtime.logging import log
 Call = Callable[[jax.Array, jax.Array, jax.Array, jax.Array | float, Options], jax.Array]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Kernel:
     """A kernel of attention, which the setting `attn_backend` selects by its name.
 

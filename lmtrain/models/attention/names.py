@@ -28,7 +28,7 @@ FEATURES = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class AttentionNeeds:
     """What a run needs of attention: `features` are keys of `FEATURES`, `block_size` in tokens, None for any."""
 

@@ -85,10 +85,10 @@ def _up(size: int, step: int) -> int:
 
 # Seven products backward: two of the five are computed twice, once for keys and values and once for queries.
 KERNEL = Kernel(
-    "splash",
-    "tpu",
-    frozenset({"window", "cap", "segments", "float32", "wide_heads", "very_wide_heads", "odd_heads"}),
-    splash,
+    name="splash",
+    platform="tpu",
+    features=frozenset({"window", "cap", "segments", "float32", "wide_heads", "very_wide_heads", "odd_heads"}),
+    call=splash,
     uses_block_size=True,
     flops=(1.0, 3.5),
 )

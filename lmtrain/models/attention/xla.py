@@ -24,4 +24,4 @@ def attend_in_halves(q: jax.Array, k: jax.Array, v: jax.Array, scale: jax.Array 
     return checkpoint_name(jnp.concatenate([first, second], axis=2), SAVED_ATTENTION)
 
 
-KERNEL = Kernel("xla", None, all_but(), attend_in_halves, is_split=True)
+KERNEL = Kernel(name="xla", platform=None, features=all_but(), call=attend_in_halves, is_split=True)

@@ -17,7 +17,7 @@ from lmtrain.models.layers.quantized import Quantized, quantize, times
 from lmtrain.sharding.local import platform
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class GroupedKernel:
     """A kernel of grouped products.
 

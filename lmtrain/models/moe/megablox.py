@@ -65,4 +65,4 @@ def _rows_computed(rows: int, experts: int) -> float:
     return rows + (experts - 1) * (tile_for(rows, experts) - 1)
 
 
-KERNEL = GroupedKernel("megablox", by_rows, d_kernel, _rows_computed)
+KERNEL = GroupedKernel(name="megablox", by_rows=by_rows, d_kernel=d_kernel, rows_computed=_rows_computed)

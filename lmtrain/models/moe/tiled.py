@@ -84,4 +84,11 @@ def _rows_computed(rows: int, experts: int) -> float:
     return experts * tile_for(rows, experts) * _mean_tiles(rows, experts)
 
 
-KERNEL = GroupedKernel("tiled", by_rows, d_kernel, _rows_computed, _mean_tiles, formats=frozenset({"fp8", "int8"}))
+KERNEL = GroupedKernel(
+    name="tiled",
+    by_rows=by_rows,
+    d_kernel=d_kernel,
+    rows_computed=_rows_computed,
+    mean_trips=_mean_tiles,
+    formats=frozenset({"fp8", "int8"}),
+)

@@ -52,5 +52,10 @@ def _unavailable() -> str:
 
 
 KERNEL = GroupedKernel(
-    "triton", _by_rows, _d_kernel, rows_computed, unavailable=_unavailable, formats=frozenset({"fp8"})
+    name="triton",
+    by_rows=_by_rows,
+    d_kernel=_d_kernel,
+    rows_computed=rows_computed,
+    unavailable=_unavailable,
+    formats=frozenset({"fp8"}),
 )

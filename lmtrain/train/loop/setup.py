@@ -48,7 +48,7 @@ class Start:
     evaluation_pending: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Setup:
     """A run that is ready to train from `start`, with its `batches` from that step on."""
 
@@ -138,12 +138,12 @@ def set_up(
     reporting = open_reporting(run, program, run_info, step, timer, ledger, processes, write_files)
     decisions = Decisions(config.trainer.checkpointer.keep_best, config.trainer.early_stopping, saved.get(DECISIONS))
     return Setup(
-        program,
-        Start(state, step, is_pending(own, reporting.trackers, processes)),
-        batches.after(step),
-        evaluation,
-        Saver(checkpointer, exporter, run_info, decisions, reporting.trackers, timer),
-        reporting,
+        program=program,
+        start=Start(state, step, is_pending(own, reporting.trackers, processes)),
+        batches=batches.after(step),
+        evaluation=evaluation,
+        saver=Saver(checkpointer, exporter, run_info, decisions, reporting.trackers, timer),
+        reporting=reporting,
     )
 
 

@@ -79,7 +79,7 @@ def _set(settings: Mapping[str, Any]) -> None:
     compilation_cache_of_jax.reset_cache()  # JAX opens the cache once, with the settings at that time
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _ParameterRow:
     parameter: str
     dimensions: str
@@ -104,7 +104,14 @@ def layout_table(model: LanguageModel, layout: Layout, abstract: Any) -> list[st
         parts = math.prod(layout.mesh.shape[axis] for name in box.names for axis in as_names(rules.get(name)))
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         size = math.prod(box.value.shape) * as_stored[name].dtype.itemsize // parts
-        rows.append(_ParameterRow(name, ", ".join(dims), math.prod(box.value.shape), format_bytes(size)))
+        rows.append(
+            _ParameterRow(
+                parameter=name,
+                dimensions=", ".join(dims),
+                size=math.prod(box.value.shape),
+                on_each_device=format_bytes(size),
+            )
+        )
     lines: list[str] = make_table(rows).splitlines()
     lines[1] = lines[1].replace("_", " ")  # headings are field names of _ParameterRow
     return lines

@@ -17,7 +17,7 @@ class OutOfMemoryError(RunError):
     """A device has not enough memory for the run; the message lists what uses it and which settings to change."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class MemoryUse:
     """What is known of a step's memory without compiling it, per device.
 

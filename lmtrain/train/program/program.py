@@ -55,7 +55,7 @@ from lmtrain.transfer.factors import factor_trees
 _SIGNS = ("RESOURCE_EXHAUSTED", "Out of memory", "out of memory")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Program:
     """The program of a run. `abstract` and `shardings` are the state's shapes and shardings.
 
@@ -207,7 +207,13 @@ class Program:
     def memory_use(self) -> MemoryUse:
         """What is known of the step's memory without compiling it."""
         microbatches = max(self.batching.num_microbatches.values())
-        return MemoryUse(self.config, used_axes(self.layout.mesh.shape), self.rows, microbatches, self.state_bytes)
+        return MemoryUse(
+            config=self.config,
+            mesh=used_axes(self.layout.mesh.shape),
+            rows=self.rows,
+            microbatches=microbatches,
+            state=self.state_bytes,
+        )
 
     @contextmanager
     def explaining_errors(self) -> Iterator[None]:
@@ -290,11 +296,11 @@ def build_program(
     if options:
         log.info(f"XLA options: {', '.join(f'{name}={written(value)}' for name, value in options.items())}")
     step = TrainStep(
-        model,
-        build_objective(config.objective, config.z_loss_weight, teacher.model.logit_cap if teacher else None),
-        optimizer,
-        schedule,
-        batching.num_microbatches,
+        model=model,
+        objective=build_objective(config.objective, config.z_loss_weight, teacher.model.logit_cap if teacher else None),
+        optimizer=optimizer,
+        schedule=schedule,
+        num_microbatches=batching.num_microbatches,
         seed=trainer.seed,
         compute_dtype=trainer.precision.compute,
         products=trainer.precision.products,
@@ -306,22 +312,22 @@ def build_program(
     )
     train_step = build_train_step(step, layout, shardings, options)
     return Program(
-        config,
-        model,
-        optimizer,
-        layout,
-        batching,
-        abstract,
-        shardings,
-        train_step,
-        watch,
-        platform,
-        attention,
-        replicas,
-        products,
-        expert_parts,
-        factors,
-        teacher,
+        config=config,
+        model=model,
+        optimizer=optimizer,
+        layout=layout,
+        batching=batching,
+        abstract=abstract,
+        shardings=shardings,
+        train_step=train_step,
+        watch=watch,
+        platform=platform,
+        attention=attention,
+        replicas=replicas,
+        products=products,
+        expert_parts=expert_parts,
+        factors=factors,
+        teacher=teacher,
     )
 
 

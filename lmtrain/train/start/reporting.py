@@ -32,7 +32,7 @@ from lmtrain.weights.load_checkpoint import BASE_ITEM, LoraBase
 from lmtrain.weights.run_tokenizer import GENERATION_CONFIG, generation_of, kept_tokenizer, template_of
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Reporting:
     """Trackers, ledger and timer of a run; `folder` is its log folder. `title` and `facts` describe the run."""
 

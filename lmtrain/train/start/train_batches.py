@@ -31,17 +31,17 @@ class TrainBatches:
         seed, seq_len = data_seed(config), config.model.seq_len
         self._parts = {size: LocalPart.of(layout.batch, size, seq_len) for size in self._sizes.all}
         self._source = TrainSource(
-            [open_cache(config.data, cache, seq_len) for cache in caches.train.values()],
-            build_mixture(config.data, list(caches.train), self._sizes, seed),
-            seq_len,
-            self._sizes,
-            {size: part.rows for size, part in self._parts.items()},
-            config.trainer.num_train_steps,
-            config.data.shuffle,
-            seed,
-            config.data.mask_across_documents,
-            config.data.reset_positions,
-            None if config.loss_weights is None else [config.loss_weights[name] for name in caches.train],
+            stores=[open_cache(config.data, cache, seq_len) for cache in caches.train.values()],
+            mixture=build_mixture(config.data, list(caches.train), self._sizes, seed),
+            seq_len=seq_len,
+            batch_sizes=self._sizes,
+            rows={size: part.rows for size, part in self._parts.items()},
+            num_steps=config.trainer.num_train_steps,
+            shuffle=config.data.shuffle,
+            seed=seed,
+            mask_across_documents=config.data.mask_across_documents,
+            reset_positions=config.data.reset_positions,
+            loss_weights=None if config.loss_weights is None else [config.loss_weights[name] for name in caches.train],
             columns=next(iter(self._parts.values())).columns,
         )
         epochs = describe_epochs(config.data, caches.train, seq_len, self._sizes)
@@ -53,14 +53,14 @@ class TrainBatches:
         source, part = self._source, LocalPart.of(self._sharding, batch_size, self._source.seq_len)
         return ValidationSet(
             EvalSource(
-                open_cache(self._data, cache, source.seq_len),
-                source.seq_len,
-                batch_size,
-                part.rows,
-                None,
-                source.mask_across_documents,
-                source.reset_positions,
-                part.columns,
+                store=open_cache(self._data, cache, source.seq_len),
+                seq_len=source.seq_len,
+                batch_size=batch_size,
+                rows=part.rows,
+                max_batches=None,
+                mask_across_documents=source.mask_across_documents,
+                reset_positions=source.reset_positions,
+                columns=part.columns,
             ),
             part,
         )

@@ -51,7 +51,7 @@ class LossSum(struct.PyTreeNode):
         return sum(parts, start=self.objective.total)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TrainStep:
     """What defines a training step: (state, batch, requests) -> (state after one update, metrics, maximum of requests).
 

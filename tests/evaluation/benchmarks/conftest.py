@@ -18,4 +18,6 @@ def gpt2():
     tokenizer = load_tokenizer(str(TOKENIZER))
     model, params = quick.writing_model(Gpt2Config(**SIZES), tokenizer.vocab_size)
     layout = build_layout(PartitioningConfig())
-    return Context(model, layout, "float32", tokenizer, {}, seq_len=128, batch_size=2), params
+    return Context(
+        model=model, layout=layout, compute_dtype="float32", tokenizer=tokenizer, sets={}, seq_len=128, batch_size=2
+    ), params

@@ -93,7 +93,9 @@ for family in ("gpt2", "llama", "mpt", "backpack"):
         devices = jax.devices()[:1] if settings is None else None
         layout = build_layout(PartitioningConfig(**(settings or {})), devices)
         placed = jax.device_put(params, parameter_shardings(layout, abstract_params(model)))
-        context = Context(model, layout, "float32", None, {}, seq_len=64, batch_size=8)
+        context = Context(
+            model=model, layout=layout, compute_dtype="float32", tokenizer=None, sets={}, seq_len=64, batch_size=8
+        )
         answers = Scorer(context).score(placed, questions)
         texts = GreedyDecoder(model, layout, "float32")(placed, prompts, 20, 64, lambda row, new: False)
         found[f"{family} {name}"] = [[a.log_likelihood for a in answers], [a.is_greedy for a in answers], texts]

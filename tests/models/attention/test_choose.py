@@ -29,7 +29,11 @@ H100, A100 = "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB"
 
 
 def choose(backend, features=(), platform="cpu", seq_len=SHORT, block_size=None, kind=H100):
-    return choose_attention(AttentionNeeds(backend, frozenset(features), seq_len, block_size), platform, kind)
+    return choose_attention(
+        AttentionNeeds(backend=backend, features=frozenset(features), seq_len=seq_len, block_size=block_size),
+        platform,
+        kind,
+    )
 
 
 @pytest.mark.parametrize("feature", FEATURES)
@@ -121,7 +125,7 @@ def test_auto_gives_the_reasons_against_earlier_backends():
     ],
 )
 def test_auto_prefers_a_kernel_that_uses_the_given_block_size_or_warns(caplog, platform, features, name):
-    needs = AttentionNeeds("auto", frozenset(features), SHORT, 64)
+    needs = AttentionNeeds(backend="auto", features=frozenset(features), seq_len=SHORT, block_size=64)
     choice = choose_attention(needs, platform, H100)
     assert choice.name == name
     log_attention(choice, needs, platform)

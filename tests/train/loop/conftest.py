@@ -104,7 +104,15 @@ class FakeRun:
             program=self.program,
             start=Start(state, first_step, evaluation_pending),
             batches=self.batches(first_step) if batches is None else batches,
-            evaluation=Context(None, None, "float32", None, {}, SEQ_LEN, processes=self.processes),
+            evaluation=Context(
+                model=None,
+                layout=None,
+                compute_dtype="float32",
+                tokenizer=None,
+                sets={},
+                seq_len=SEQ_LEN,
+                processes=self.processes,
+            ),
             saver=self.saver,
             reporting=self.reporting(folder),
         )

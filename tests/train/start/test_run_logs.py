@@ -47,7 +47,9 @@ def test_the_tokenizer_is_kept_with_the_template_of_the_run(run, tmp_path):
 
 
 def test_token_ids_have_no_tokenizer_to_keep(run, tmp_path):
-    keep_tokenizer(run(), Tokenizer("passthrough", None, 9, eos_id=None, bos_id=None, fingerprint="none"))
+    keep_tokenizer(
+        run(), Tokenizer(path="passthrough", library=None, vocab_size=9, eos_id=None, bos_id=None, fingerprint="none")
+    )
     assert not (tmp_path / "logs").exists()
 
 

@@ -123,7 +123,9 @@ def backends(shape: Shape, packs: bool) -> list[str]:
     """Those that this device has for this shape."""
     found = []
     for kernel in kernels():
-        needs = AttentionNeeds(kernel.name, frozenset({"segments"} if packs else ()), shape.length)
+        needs = AttentionNeeds(
+            backend=kernel.name, features=frozenset({"segments"} if packs else ()), seq_len=shape.length
+        )
         try:
             choose_attention(needs, platform(), device().device_kind)
         except UserError:

@@ -22,10 +22,10 @@ def _unavailable(_: str) -> str:
 
 # Seven products backward: two of the five are computed twice, once for keys and values and once for queries.
 KERNEL = Kernel(
-    "triton",
-    "gpu",
-    all_but("dropout", "float32", "very_wide_heads", "odd_values", "second_derivatives"),
-    triton,
+    name="triton",
+    platform="gpu",
+    features=all_but("dropout", "float32", "very_wide_heads", "odd_values", "second_derivatives"),
+    call=triton,
     flops=(1.0, 3.5),
     unavailable=_unavailable,
 )
