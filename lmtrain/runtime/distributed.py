@@ -12,12 +12,10 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
 from typing import Any, Protocol
 
 from lmtrain.runtime.errors import RunError, UserError
 from lmtrain.runtime.logging import Processes, log
-from lmtrain.runtime.lost_processes import LostProcesses, catch_failed_calls
 from lmtrain.runtime.signals import StoppedError, StopRequest
 
 # Environment variables that launchers set for each process: number of processes, index. JAX detects the rest.
@@ -32,8 +30,6 @@ JOB_STARTERS = {
 _GATHER_MILLISECONDS = 3_600_000
 # Number of calls of `gather` by name.
 _calls: Counter[str] = Counter()
-# Of a run of several processes.
-_lost: LostProcesses | None = None
 
 
 class Connection(Protocol):
@@ -56,7 +52,6 @@ def start_processes(config: Connection) -> Processes:
 
     Raises `UserError` if the connection fails.
     """
-    global _lost  # JAX connects a process only once too
     named = (config.coordinator_address, config.num_processes, config.process_id, config.local_device_ids)
     if named == (None,) * len(named) and not detects_others(os.environ):
         return Processes()
@@ -68,24 +63,19 @@ def start_processes(config: Connection) -> Processes:
     ids = [config.local_device_ids] if isinstance(config.local_device_ids, int) else config.local_device_ids
     if ids is None and "JAX_LOCAL_DEVICE_IDS" not in os.environ and is_alone_on_its_node(os.environ):
         ids = []  # all devices: by default JAX gives a Slurm process one device, by its index on the node
-    timeout = int(config.heartbeat_timeout.total_seconds())
-    _lost = LostProcesses(timeout)
     try:
-        with _calling_when_lost(_lost):
-            jax.distributed.initialize(
-                coordinator_address=config.coordinator_address,
-                num_processes=config.num_processes,
-                process_id=config.process_id,
-                local_device_ids=ids,
-                heartbeat_timeout_seconds=timeout,
-            )
+        jax.distributed.initialize(
+            coordinator_address=config.coordinator_address,
+            num_processes=config.num_processes,
+            process_id=config.process_id,
+            local_device_ids=ids,
+            heartbeat_timeout_seconds=int(config.heartbeat_timeout.total_seconds()),
+        )
         state = distributed.global_state
         processes = Processes(state.process_id, state.num_processes or 1, state.coordinator_address)
-        _lost.processes = processes  # another process may end before it is watched
         # If the first process ends before another has the reply to its connection, that one tries again for five
         # minutes. After this exchange all have it, and notice at once that a process has ended.
         gather(processes, "connected", True)
-        _lost.watch(state.client)
     except (ValueError, RuntimeError) as error:
         raise UserError(
             f"trainer.distributed: cannot connect to the other processes: {str(error).splitlines()[0]}"
@@ -94,35 +84,18 @@ def start_processes(config: Connection) -> Processes:
 
 
 @contextmanager
-def _calling_when_lost(lost: LostProcesses) -> Iterator[None]:
-    """Within this context JAX connects so that `lost.end` is called instead of aborting the process."""
-    from jax._src import distributed  # `initialize` does not pass on this option of the client
-
-    connect = distributed._jax.get_distributed_runtime_client
-    if sys.platform == "linux":  # where C++'s library is known
-        catch_failed_calls(lost)
-        distributed._jax.get_distributed_runtime_client = partial(connect, missed_heartbeat_callback=lost.end)
-    try:
-        yield
-    finally:
-        distributed._jax.get_distributed_runtime_client = connect
-
-
-@contextmanager
 def ending_for_all(processes: Processes) -> Iterator[None]:
     """In a run of several processes, an error in the block exits this process at once, and thereby the others.
 
     A normal exit of Python would wait for the other processes, which wait for this one in a collective. After the
-    immediate exit they see a closed connection or a missing heartbeat, and exit too. Exit code: 2 for a user error,
-    else 1. If the error is that another process was lost, one line names it.
+    immediate exit they see a closed connection or a missing heartbeat: JAX says so, and aborts them. Exit code: 2 for a
+    user error, else 1.
     """
     try:
         yield
     except BaseException as error:
         if processes.count == 1 or isinstance(error, SystemExit):
             raise
-        if _lost is not None and _may_be_a_loss(error):
-            _lost.end_if_lost()
         if isinstance(error, UserError | RunError):
             log.error(f"lmtrain: error: {error}")
         else:
@@ -134,13 +107,6 @@ def ending_for_all(processes: Processes) -> Iterator[None]:
         logging.shutdown()
         sys.stdout.flush()
         os._exit(2 if isinstance(error, UserError) else 1)
-
-
-def _may_be_a_loss(error: BaseException) -> bool:
-    """Whether an error can be that of a collective whose other end is gone."""
-    from jax.errors import JaxRuntimeError
-
-    return isinstance(error, JaxRuntimeError) and not str(error).startswith("RESOURCE_EXHAUSTED")
 
 
 def detects_others(environment: Mapping[str, str]) -> bool:
