@@ -1,6 +1,7 @@
 """Conversations and completions as texts, and the parts of them that are targets."""
 
 import json
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +11,7 @@ from lmtrain.preprocess.messages import (
     ASSISTANT,
     REASONING,
     Conversation,
+    are_messages,
     as_messages,
     find_key,
     read_conversation,
@@ -20,9 +22,11 @@ from lmtrain.preprocess.record_keys import (
     FUNCTIONS,
     SYSTEM,
     TOOLS,
+    is_context,
     may_matter,
     refuse_context,
     refuse_others,
+    refuse_others_of,
     without,
 )
 from lmtrain.preprocess.records import (
@@ -34,9 +38,14 @@ from lmtrain.preprocess.records import (
     checked_text,
     listed_keys,
 )
+from lmtrain.runtime.text import parse_json
 
 # Stands before a conversation that the assistant starts, to learn what the template writes for its message elsewhere.
 _OPENING = {"role": "user", "content": "x"}
+# Keys of a message that are checked elsewhere, and one whose text few templates write.
+_OWN_KEYS, _OLD_CALLS = ("role", "content", "tool_calls", "name", "tool_call_id"), "function_calls"
+# Of conversations, some of which stand next to texts that were made of them.
+_CONVERSATIONS = ("messages", "conversations")
 # Between what a model thinks and its reply, where both are in its content.
 _END_OF_THINKING = "</think>"
 
@@ -214,7 +223,7 @@ class Completions:
         return self.input_field
 
     def reads(self, key: str) -> bool:
-        return key in (self.input_field, self.output_field) or may_matter(key)
+        return key in (self.input_field, self.output_field, *_CONVERSATIONS) or may_matter(key)
 
     def check_keys(self, keys: Collection[str]) -> None:
         for key, setting in ((self.input_field, "input_field"), (self.output_field, "output_field")):
@@ -227,11 +236,13 @@ class Completions:
         self.check_keys(record)
         record = without(record, self.ignored_fields)
         keys = (self.input_field, self.output_field)
-        if messages := [key for key in keys if isinstance(as_messages(record.get(key)), list)]:
+        if messages := [key for key in keys if are_messages(record.get(key))]:
             raise BadRecordError(f"{messages[0]!r} has messages; set {READ_CHATS}")
         prompt, completion = (checked_text(record.get(key), key) for key in keys)
         refuse_others(record, (*keys, *SYSTEM, TOOLS, FUNCTIONS, *CONTEXT))
-        refuse_context(record, keys, (prompt, completion))
+        refuse_context(record, keys, (prompt,), (completion,))
+        conversations = {name: as_messages(record[name]) for name in _CONVERSATIONS if record.get(name)}
+        refuse_others_of(conversations, _CONVERSATIONS, keys, (prompt, completion))
         if not completion:
             raise BadRecordError(f"{self.output_field!r} is empty")
         before = prompt + self.separate_with
@@ -258,13 +269,24 @@ def _are_written(messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | N
     for message in messages:
         content = str(message.get("content") or "").rpartition(_END_OF_THINKING)[2].strip()
         found = text.find(content, start)
-        if found < 0 and message["role"] not in ("tool", "function") and content not in text:
-            return False
+        if found < 0 and content not in text:
+            is_result = message["role"] in ("tool", "function")
+            if not (is_result and all(_is_written(leaf, text) for leaf in _leaves(_parsed(content)))):
+                return False
+        others = [(name, value) for name, value in message.items() if name not in (*_OWN_KEYS, *REASONING)]
+        for name, value in others:
+            if name in (TOOLS, FUNCTIONS):
+                described = [_function(tool) for tool in _parsed(value) or () if isinstance(tool, Mapping)]
+                needed = [str(tool.get("name", "")) for tool in described]
+            else:
+                is_needed = name == _OLD_CALLS or is_context(name, value)
+                needed = [part.strip() for part in _strings(value)] if is_needed else []
+            if not all(_is_written(part, text) for part in needed):
+                return False
         calls = [_function(call) for call in message.get("tool_calls") or []]
         written = [str(call["name"]) for call in calls if call.get("name")]
         written += [leaf for call in calls for leaf in _leaves(call.get("arguments"))]
-        own = text[start:]
-        if not all(part in own or json.dumps(part, ensure_ascii=part.isascii())[1:-1] in own for part in written):
+        if not all(_is_written(part, text[start:]) for part in written):
             return False
         start = max(start, found + len(content))
     described = [_function(tool) for tool in tools or ()]
@@ -274,7 +296,20 @@ def _are_written(messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | N
             (tool.get("parameters") or {}).get("properties") if isinstance(tool.get("parameters"), Mapping) else {}
         )
         names += [str(name) for name in properties or {}]
-    return all(name in text for name in names)
+    return all(re.search(rf"(?<!\w){re.escape(name)}(?!\w)", text) for name in names)
+
+
+def _is_written(part: str, text: str) -> bool:
+    """Whether a text has this part, as it is or as JSON spells it."""
+    return part in text or json.dumps(part, ensure_ascii=part.isascii())[1:-1] in text
+
+
+def _parsed(value: Any) -> Any:
+    """What a text is in JSON, if it is."""
+    try:
+        return parse_json(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
 
 
 def _leaves(value: Any) -> list[str]:
@@ -291,7 +326,7 @@ def _reasoning(message: Mapping[str, Any]) -> list[str]:
     if message["role"] != ASSISTANT:
         return []
     before = str(message.get("content") or "").rpartition(_END_OF_THINKING)[0].rpartition("<think>")[2]
-    return [text.strip() for text in (before, *(message.get(name) for name in REASONING)) if isinstance(text, str)]
+    return [text.strip() for text in (before, *(part for name in REASONING for part in _strings(message.get(name))))]
 
 
 def _function(call: Any) -> Mapping[str, Any]:

@@ -28,6 +28,7 @@ from lmtrain.preprocess.record_keys import (
     parsed,
     refuse_context,
     refuse_others,
+    refuse_others_of,
     system_text,
     tools_of,
     variables_of,
@@ -117,7 +118,10 @@ def find_key(keys: Collection[str], messages_field: str) -> str:
         return _INSTRUCTION
     if messages_field == _OPENAI and set(keys) >= COMPLETION:
         return _PROMPT
-    setting = "data.format.messages_field to the key of the messages"
+    setting = (
+        "data.format.messages_field to the key of the messages, or data.format: {type: completion, input_field: ..., "
+        "output_field: ...} to read texts"
+    )
     for shape, other in ((COMPLETION, READ_COMPLETIONS), (PREFERENCE, READ_PREFERENCES)):
         setting = other if set(keys) >= shape else setting
     raise BadRecordError(f"no key {messages_field!r} (it has {listed_keys(keys)}); set {setting}")
@@ -129,7 +133,7 @@ def read_conversation(record: Mapping[str, Any], messages_field: str, ignored: C
     Raises `BadRecordError` if it cannot be read, or has a key that changes what should be learned and is not supported.
     """
     record = without(record, ignored)
-    key = find_key(record, messages_field)
+    key = find_key([name for name, value in record.items() if value is not None], messages_field)
     read = {key, *CONTEXT, *SYSTEM, TOOLS, FUNCTIONS, VARIABLES}
     refuse_others(record, read)
     own: tuple[str, ...] = (key, _PROMPT)
@@ -141,12 +145,20 @@ def read_conversation(record: Mapping[str, Any], messages_field: str, ignored: C
         found = check_messages(parsed(record[key], key), key, ignored)
         check_prompt(record.get(_PROMPT) if key != _PROMPT else None, found.messages, _PROMPT)
         _check_reply(record, found.messages)
-    contents = [str(message.get("content", "")) for message in found.messages]
-    refuse_context(record, (*SYSTEM, TOOLS, FUNCTIONS, *own), contents)
+    asked, replies = texts_by_role(found.messages)
+    refuse_context(record, (*SYSTEM, TOOLS, FUNCTIONS, VARIABLES, *own), asked, replies)
+    if messages_field == _OPENAI:
+        refuse_others_of(record, (_OPENAI, SHAREGPT, _COMPLETION, "response"), own, asked + replies)
     found = Conversation(
         messages=found.messages, marks=found.marks, tools=tools_of(record), variables=variables_of(record)
     )
     return found.with_system(system_text(record))
+
+
+def texts_by_role(messages: Collection[Mapping[str, Any]]) -> tuple[list[str], list[str]]:
+    """The contents of the messages that ask, and of those of the assistant."""
+    contents = [(message["role"] == ASSISTANT, str(message.get("content", ""))) for message in messages]
+    return [text for is_reply, text in contents if not is_reply], [text for is_reply, text in contents if is_reply]
 
 
 def as_messages(value: Any) -> Any:
@@ -163,12 +175,20 @@ def as_messages(value: Any) -> Any:
     return [value] if isinstance(value, dict) else value
 
 
+def are_messages(value: Any) -> bool:
+    """Whether a value is one message, or a list that has some."""
+    listed = as_messages(value)
+    return isinstance(listed, list) and any(
+        isinstance(part, dict) and {"role", "from"} & part.keys() for part in listed
+    )
+
+
 def check_messages(listed: Any, key: str, ignored: Collection[str] = ()) -> Conversation:
     """The messages of a list under `key`. Raises `BadRecordError` if it is none."""
     if not isinstance(listed, list) or not listed:
         what = "an empty list" if listed == [] else type(listed).__name__
         raise BadRecordError(f"{key!r} is {what}, not a list of messages")
-    messages, marks = [], []
+    messages, marks, has_old_calls = [], [], False
     for number, message in enumerate(listed, start=1):
         place = f"message {number}: "
         if not isinstance(message, dict):
@@ -179,9 +199,12 @@ def check_messages(listed: Any, key: str, ignored: Collection[str] = ()) -> Conv
             and message.get("content", message.get("value")) == ""
         ):
             continue  # as a record without a system text
+        has_old_calls |= bool(message.get("function_call"))
         marks.append(mark_of(message, place))
         messages.append(_checked({name: message[name] for name in message if name not in MARKS}, number))
         refuse_others(messages[-1], ("role", "content"), place)
+    for message in messages if has_old_calls else []:  # their results, as the calls became tool calls
+        message["role"] = "tool" if message["role"] == "function" else message["role"]
     _check_turns(messages)
     return Conversation(messages=messages, marks=marks)
 
@@ -190,14 +213,16 @@ def check_prompt(prompt: Any, messages: list[dict[str, Any]], key: str) -> None:
     """Raise `BadRecordError` if a prompt that is not read, since the messages have it, is not among them."""
     contents = [str(message.get("content", "")).strip() for message in messages]
     rest = str(prompt or "") if isinstance(prompt, str) else ""
+    asked = [text.strip() for text in texts_by_role(messages)[0]]
     if isinstance(prompt, list):
         inside = [message.get("content", message.get("value")) for message in prompt if isinstance(message, dict)]
         missing = any(str(content or "").strip() not in contents for content in inside)
-    elif missing := bool(rest.strip()) and not is_inside(rest, contents):  # or a text that was made of the messages
+    elif missing := bool(rest.strip()) and not is_inside(rest, asked):  # or a text that was made of the messages
+        has_any = any(text in rest for text in asked if text)
         for content in sorted(contents, key=len, reverse=True):
             rest = rest.replace(content, " ") if content else rest
         words = set(_WORD.findall(_TAG.sub(" ", rest).lower()))
-        missing = not words <= _MARKUP
+        missing = not (has_any and words <= _MARKUP)
     if missing:
         raise BadRecordError(
             f"{key!r} is not read, since the messages should have it, but they do not; write it as a message, or add "
@@ -242,6 +267,8 @@ def _from_completion(record: Mapping[str, Any], ignored: Collection[str]) -> Con
 
 def _checked(message: dict[str, Any], number: int) -> dict[str, Any]:
     """A message without null values, as transformers passes it to templates: many would write "None"."""
+    if message.get("role") is not None and message.get("from") is not None:
+        raise BadRecordError(f"message {number} has 'role' and 'from'; keep one of them")
     if message.get("role") is None and message.keys() >= {"from", "value"}:
         role = message["from"]
         role = _FROM.get(role, role) if isinstance(role, str) else role
@@ -268,7 +295,13 @@ def _checked(message: dict[str, Any], number: int) -> dict[str, Any]:
         raise BadRecordError(f"message {number} has no content (it has {listed_keys(kept)})")
     is_empty = not kept.get("content") and not kept.get("tool_calls")
     if is_empty and kept["role"] not in ("tool", "function"):
-        raise BadRecordError(f"message {number} (role {kept['role']}) is empty")
+        others = [name for name in kept if name not in ("role", "content")]
+        raise BadRecordError(
+            f"message {number} (role {kept['role']}) is empty" + (f" (it has {listed_keys(others)})" if others else "")
+        )
+    for name in ("value", "text"):
+        if isinstance(kept.get(name), str) and kept[name].strip() not in kept.get("content", ""):
+            raise BadRecordError(f"message {number} has 'content' and other text under {name!r}; keep one of them")
     return kept
 
 

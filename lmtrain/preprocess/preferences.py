@@ -9,13 +9,21 @@ Answers that are messages may repeat the prompt, which is then read once. As in 
 if both answers have it among their messages.
 """
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lmtrain.hf.chat_template import ChatTemplate
 from lmtrain.preprocess.instructions import Rendering, starts_with
-from lmtrain.preprocess.messages import ASSISTANT, Conversation, as_messages, check_messages, check_prompt
+from lmtrain.preprocess.messages import (
+    ASSISTANT,
+    Conversation,
+    as_messages,
+    check_messages,
+    check_prompt,
+    texts_by_role,
+)
 from lmtrain.preprocess.record_keys import (
     CONTEXT,
     FUNCTIONS,
@@ -42,6 +50,8 @@ from lmtrain.preprocess.records import (
 )
 from lmtrain.runtime.errors import UserError
 
+# Keys that say which answer is better.
+_RANK = re.compile(r"winner|better|swapped|(^|_)tie($|_)", re.IGNORECASE)
 # Of conversations, some of which have the prompt of two answers there.
 _CONVERSATIONS = ("messages", "conversations")
 
@@ -62,7 +72,7 @@ class Preferences:
         return self.chosen_field
 
     def reads(self, key: str) -> bool:
-        return key in (*self._fields, *_CONVERSATIONS) or may_matter(key)
+        return key in (*self._fields, *_CONVERSATIONS) or may_matter(key) or bool(_RANK.search(key))
 
     @property
     def _fields(self) -> tuple[str, str, str]:
@@ -103,8 +113,9 @@ class Preferences:
         if empty := [key for key, text in zip(self._fields[1:], texts, strict=True) if not text]:
             raise BadRecordError(f"{empty[0]!r} is empty")
         refuse_others(record, (*self._fields, *SYSTEM, TOOLS, FUNCTIONS, *CONTEXT))
+        _refuse_ranks(record, self._fields)
         conversations = {name: as_messages(record[name]) for name in _CONVERSATIONS if record.get(name)}
-        refuse_context(record, self._fields, (prompt, *texts))
+        refuse_context(record, self._fields, (prompt,), texts)
         if lost := [name for name, messages in conversations.items() if not is_inside(messages, (prompt, *texts))]:
             raise BadRecordError(
                 f"{lost[0]!r} is not read, and is not in the texts that are; set data.format.prompt_field to it and "
@@ -129,6 +140,7 @@ class Preferences:
                 "data.format.chat_template, or use a tokenizer with one (`lmtrain tokenizer extend`)"
             )
         refuse_others(record, (*self._fields, *SYSTEM, TOOLS, FUNCTIONS, VARIABLES, *CONTEXT))
+        _refuse_ranks(record, self._fields)
         if not (chosen and rejected):
             raise BadRecordError("an answer has no message")
         answers = [
@@ -137,8 +149,7 @@ class Preferences:
         ]
         asked, answers = self._prompt_and_answers(prompt, answers)
         own = [*asked.messages, *(message for answer in answers for message in answer.messages)]
-        contents = [str(message.get("content", "")) for message in own]
-        refuse_context(record, (*self._fields, *SYSTEM, TOOLS, FUNCTIONS, "prompt"), contents)
+        refuse_context(record, (*self._fields, *SYSTEM, TOOLS, FUNCTIONS, VARIABLES, "prompt"), *texts_by_role(own))
         for name in _CONVERSATIONS:
             if record.get(name):
                 check_prompt(parsed(record[name], name), [*asked.messages, *answers[0].messages], name)
@@ -164,7 +175,8 @@ class Preferences:
             shared = _common(*messages)
             if not shared:
                 raise BadRecordError(
-                    "the answers have no message in common at their start; write the prompt under its key"
+                    "the answers have no message in common at their start; write the prompt under its key, "
+                    "data.format.prompt_field"
                 )
             check_prompt(prompt, messages[0][:shared], self.prompt_field)
             asked, repeated = _part(answers[0], 0, shared), shared
@@ -173,11 +185,23 @@ class Preferences:
         answers = [_part(answer, repeated, None) for answer in answers]
         if not all(answer.messages for answer in answers):
             raise BadRecordError("an answer has no message")
+        if any(answer.messages[-1]["role"] == "user" for answer in answers):
+            raise BadRecordError("an answer ends with a message of the user, which would be learned; remove it")
         if isinstance(prompt, list) and any(_same_role(asked, answer) for answer in answers):
             raise BadRecordError(
                 f"{self.prompt_field!r} ends with a message of the user, and an answer starts with another one"
             )
         return asked, answers
+
+
+def _refuse_ranks(record: Mapping[str, Any], read: Sequence[str]) -> None:
+    """Raise `BadRecordError` for keys that say which answer is better, such as winner_model_b."""
+    for name, value in record.items():
+        if name not in read and _RANK.search(name) and value not in (None, ""):
+            raise BadRecordError(
+                f"{name!r} is not read: {read[1]!r} has the better answer of each record; write it there, or add the "
+                "key to data.format.ignored_fields"
+            )
 
 
 def _starts(conversations: list[list[dict[str, Any]]], messages: list[dict[str, Any]]) -> bool:
@@ -197,7 +221,9 @@ def _common_text(chosen: str, rejected: str) -> str:
     """The prompt at the start of both texts, without a space at its end, which belongs to the answers."""
     if prompt := chosen[: _common(chosen, rejected)].removesuffix(" "):
         return prompt
-    raise BadRecordError("the answers have no prompt in common at their start; write it under its key")
+    raise BadRecordError(
+        "the answers have no prompt in common at their start; write it under its key, data.format.prompt_field"
+    )
 
 
 def _common(chosen: Sequence[Any], rejected: Sequence[Any]) -> int:

@@ -26,21 +26,36 @@ _REFUSED = {
     "documents": "put them under chat_template_kwargs, for the template",
     "prefix": "a prefix of a reply that is not learned is not supported",
     "tool_call": "write a list under tool_calls",
+    **dict.fromkeys(("enable_thinking", "custom_instructions"), "put it under chat_template_kwargs, for the template"),
     **dict.fromkeys(("image", "images", "audio", "audios", "video", "videos"), "only text is supported"),
 }
 # Texts that belong to a prompt or a reply, under usual names.
 CONTEXT = (
     *("prompt", "question", "query", "instruction", "instructions", "input", "context", "passage", "document"),
     *("background", "knowledge", "persona", "developer", "system_instruction", "choices", "options", "suffix"),
-    *("available_tools", "reasoning", "thinking", "thoughts", "complex_cot", "cot"),
+    *("available_tools", "reasoning", "thinking", "thoughts", "complex_cot", "cot", "opa", "opb", "opc", "opd"),
 )
+# Words of other names under which such texts are: sql_context, old_contents, bot_persona; those of a reply.
+_ASKED = {"system", "sys", "preamble", "persona", "instruction", "instructions", "context", "contexts", "ctxs"}
+_ASKED |= {"passage", "passages", "document", "documents", "article", "story", "paragraph", "paragraphs", "premise"}
+_ASKED |= {"evidence", "facts", "hint", "hints", "schema", "contents", "starter", "definition", "constraints", "inputs"}
+_ASKED |= {"examples", "dialog", "dialogue", "turns", "background", "knowledge", "declarations", "attachments"}
+_REPLIED = {"reasoning", "rationale", "thinking", "thought", "thoughts", "cot"}
+_MEDIA = {"image", "images", "audio", "audios", "video", "videos"}
 # Words of other names that look like marks: is_masked, lossWeight, train-on-turn. The value 1 of the first ones, and 0
 # of the second, changes nothing, unless a word such as only says more.
 _POSITIVE = {"weight", "weights", "train", "training", "trainable", "loss", "learn", "label", "labels", "kto"}
-_NEGATIVE = {"mask", "masks", "masked", "skip", "ignore", "exclude"}
-_RESTRICTING = {"only", "on", "no", "not", "without", "first", "last"}
-# Words of names that mean something else: train_id, language_label, train_split.
+_POSITIVE |= {"supervised"}
+_NEGATIVE = {"mask", "masks", "masked", "skip", "ignore", "exclude", "deleted"}
+_OF_MESSAGES = {"target", "include", "included"}
+_RESTRICTING = {"only", "on", "no", "not", "without", "first", "last", "turns", "rounds", "indices"}
+_PLACES = {"url", "path", "link"}
+_TRUTH = {"yes": 1, "true": 1, "no": 0, "false": 0}
+# Words of names that mean something else: train_id, language_label; context_length, of texts only.
 _OTHERS = {"id", "ids", "index", "split", "set", "size", "name", "source", "language", "lang", "time", "date", "step"}
+_DETAILS = {"type", "category", "topic", "level", "score", "count", "num", "length", "hash", "author", "version"}
+_DETAILS |= {"fingerprint", "model", "title", "difficulty", "quality", "rating", "tag", "tags", "domain", "status"}
+_DETAILS |= {"tokens", "token", "seed", "format", "operating", *_OTHERS}
 _WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")
 _IGNORE = "; if it means something else, add it to data.format.ignored_fields"
 
@@ -52,7 +67,18 @@ def without(record: Mapping[str, Any], ignored: Collection[str]) -> Mapping[str,
 
 def may_matter(name: str) -> bool:
     """Whether a key is in the table, or looks as if it belonged there."""
-    return name in (*SYSTEM, TOOLS, FUNCTIONS, VARIABLES, *CONTEXT) or name in _REFUSED or _is_mark(_words(name))
+    words = _words(name)
+    is_known = _joined(name) in _TABLE or _joined(name) in _REFUSED_NAMES
+    return is_known or bool(words & (_ASKED | _REPLIED | _MEDIA)) or _is_mark(words)
+
+
+def is_context(name: str, value: Any) -> bool:
+    """Whether a key holds a text that belongs to a prompt or a reply: one of the table in any spelling, or a text
+    under a name with such a word."""
+    words = _words(name)
+    if _joined(name) in _TABLE:
+        return True
+    return bool(words & (_ASKED | _REPLIED)) and not words & (_DETAILS | _PLACES) and _has_text(value)
 
 
 def refuse_others(record: Mapping[str, Any], read: Collection[str] = (), place: str = "") -> None:
@@ -63,12 +89,15 @@ def refuse_others(record: Mapping[str, Any], read: Collection[str] = (), place: 
     for name, value in record.items():
         if name in read or value is None or value in ("", [], {}, ()):
             continue
-        if name in _REFUSED:
-            raise BadRecordError(f"{place}{name!r} is not read: {_REFUSED[name]}{_IGNORE}")
         words = _words(name)
-        values = value if isinstance(value, list) else [value]
-        if _is_mark(words) and all(isinstance(one, bool | int | float) for one in values):
-            neutral = 0 if words & _NEGATIVE else 1
+        known = _REFUSED_NAMES.get(_joined(name))
+        if known is None and words & _MEDIA and not words & _DETAILS and _has_text(value):
+            known = "images"
+        if known is not None and (value is not False or known == "enable_thinking"):
+            raise BadRecordError(f"{place}{name!r} is not read: {_REFUSED[known]}{_IGNORE}")
+        values = [_TRUTH.get(one.lower(), one) if isinstance(one, str) else one for one in _listed(value)]
+        if _is_mark(words, place) and all(isinstance(one, bool | int | float) for one in values):
+            neutral = 0 if words & _NEGATIVE and (not words & _POSITIVE or "masked" in words) else 1  # loss_mask: 1
             if all(one == neutral for one in values) and not words & _RESTRICTING:
                 continue
             raise BadRecordError(
@@ -77,14 +106,28 @@ def refuse_others(record: Mapping[str, Any], read: Collection[str] = (), place: 
             )
 
 
-def refuse_context(record: Mapping[str, Any], read: Collection[str], texts: Sequence[str]) -> None:
-    """Raise `BadRecordError` if a record has more than its `texts`, which are under the keys of `read`: other parts of
-    a prompt or reply under usual names that are not in the texts."""
-    for name in (*SYSTEM, TOOLS, FUNCTIONS, *CONTEXT):
+def refuse_context(
+    record: Mapping[str, Any], read: Collection[str], asked: Sequence[str], replies: Sequence[str]
+) -> None:
+    """Raise `BadRecordError` if a record has more than the texts that are `asked` and the `replies`, which are under
+    the keys of `read`: other parts of a prompt or reply (`is_context`) that are not in these."""
+    for name, value in record.items():
+        if name in read or value in (None, "", [], {}) or not is_context(name, value):
+            continue
+        if not is_inside(value, replies if _words(name) & _REPLIED else asked):
+            raise BadRecordError(
+                f"{name!r} is not read, and is not in the texts that are: write it into them, or add it to "
+                "data.format.ignored_fields"
+            )
+
+
+def refuse_others_of(record: Mapping[str, Any], names: Sequence[str], read: Collection[str], texts: Any) -> None:
+    """Raise `BadRecordError` if one of the keys `names` holds other text than the one that is read, `texts`."""
+    for name in names:
         value = record.get(name)
         if name not in read and value not in (None, "", [], {}) and not is_inside(value, texts):
             raise BadRecordError(
-                f"{name!r} is not read, and is not in the texts that are: write it into them, or add it to "
+                f"{name!r} is not read, and is not in the texts that are; keep one of them, or add it to "
                 "data.format.ignored_fields"
             )
 
@@ -93,6 +136,8 @@ def is_inside(value: Any, texts: Sequence[str]) -> bool:
     """Whether all texts in a value are parts of one of the `texts`."""
     if isinstance(value, str):
         return any(value.strip() in text for text in texts)
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return any(re.search(rf"(?<!\w){re.escape(str(value))}(?!\w)", text) for text in texts)
     if isinstance(value, Mapping):
         return all(is_inside(part, texts) for name, part in value.items() if name not in ("role", "from", "type"))
     return not isinstance(value, list | tuple) or all(is_inside(part, texts) for part in value)
@@ -163,9 +208,29 @@ def _tools(value: Any, key: str) -> list[Mapping[str, Any]]:
     return tools
 
 
-def _is_mark(words: set[str]) -> bool:
-    return bool(words & (_POSITIVE | _NEGATIVE)) and not words & _OTHERS
+def _is_mark(words: set[str], place: str = "") -> bool:
+    marks = _POSITIVE | _NEGATIVE | (_OF_MESSAGES if place else set())
+    return bool(words & marks) and not words & _OTHERS
+
+
+def _has_text(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(map(_has_text, value.values()))
+    return any(map(_has_text, value)) if isinstance(value, list | tuple) else isinstance(value, str) and value != ""
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
 
 
 def _words(name: str) -> set[str]:
     return {word.lower() for word in _WORD.findall(name)}
+
+
+def _joined(name: str) -> str:
+    """A name without its case and separators: systemPrompt, "System Prompt" and system_prompt are one."""
+    return re.sub(r"[\W_]+", "", name).lower()
+
+
+_TABLE = {_joined(name) for name in (*SYSTEM, TOOLS, FUNCTIONS, VARIABLES, *CONTEXT)}
+_REFUSED_NAMES = {_joined(name): name for name in _REFUSED}

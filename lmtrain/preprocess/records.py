@@ -55,7 +55,7 @@ class AnswerPair:
 
     @property
     def repeats_prompt(self) -> bool:
-        return self.chosen.repeats_prompt and self.rejected.repeats_prompt
+        return self.chosen.repeats_prompt or self.rejected.repeats_prompt
 
 
 @dataclass(frozen=True)

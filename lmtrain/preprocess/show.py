@@ -25,6 +25,7 @@ from lmtrain.hf.tokenizer import Tokenizer
 from lmtrain.preprocess.documents import DocumentReader
 from lmtrain.preprocess.recipe import chat_template_of, check_special_tokens
 from lmtrain.preprocess.record_reader import record_reader
+from lmtrain.preprocess.records import AnswerPair, InstructionText
 from lmtrain.preprocess.sources import AnySource, list_sources
 from lmtrain.preprocess.token_sources import TokenSource, documents_in_place
 from lmtrain.preprocess.tokenize import can_split, tokenize
@@ -113,6 +114,8 @@ def _documents_of(source: AnySource, config: DataConfig, tokenizer: Tokenizer) -
     for number, document in reader:
         batch = tokenize([document], tokenizer, config, split_long)
         notes = tuple(text.format("this document") for name, text in WARNINGS.items() if getattr(batch, name))
+        if isinstance(document, InstructionText | AnswerPair) and document.repeats_prompt:
+            notes += ("an answer of this document starts with its prompt, which is written twice and learned",)
         if reader.left_out > left_out:
             notes += (f"{counted(reader.left_out - left_out, 'pair')} of equal answers before it are left out",)
             left_out = reader.left_out

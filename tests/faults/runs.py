@@ -22,7 +22,7 @@ from forked import Forked
 RUN = "one"
 # Metrics of time; all others are the same in every run.
 _TIMES = ("throughput/", "checkpoint/", "goodput/", "memory/", "compile/")
-_DEADLINE_SECONDS = 300
+DEADLINE_SECONDS = 300
 
 
 def full_settings(steps: int) -> dict:
@@ -112,7 +112,7 @@ def finish(folder: Path, *flags: object, code: int = 0, **keywords: str) -> str:
 
 def output_of(process: Forked, code: int) -> str:
     """Wait for a process, which must end with this exit code and without a traceback. -> the output"""
-    found, output = process.wait(timeout=_DEADLINE_SECONDS), process.output.read_text()
+    found, output = process.wait(timeout=DEADLINE_SECONDS), process.output.read_text()
     assert found == code, output
     assert "Traceback" not in output
     return output
@@ -120,7 +120,7 @@ def output_of(process: Forked, code: int) -> str:
 
 def wait_for(found: Callable[[], Any], processes: Sequence[Forked] = ()) -> Any:
     """Wait until `found` returns a true value. Fails if a process ends before. -> the value"""
-    deadline = time.monotonic() + _DEADLINE_SECONDS
+    deadline = time.monotonic() + DEADLINE_SECONDS
     while not (result := found()):
         assert all(process.poll() is None for process in processes), "a process ended before the event"
         assert time.monotonic() < deadline

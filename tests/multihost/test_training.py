@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from conftest import log_lines, run_in_process, tiny_settings
 from evaluation.local_tasks import write_tasks
-from faults.runs import output_of, wait_for
+from faults.runs import DEADLINE_SECONDS, output_of, wait_for
 from multihost.processes import killed_at_the_end, start_run
 from safetensors.numpy import load_file
 

@@ -291,6 +291,7 @@ CALL = {
     "tool_calls": [{"function": {"name": "count", "arguments": {"of": "stars"}}}],
 }
 NAMES = "{{ messages[0].content }}{% for c in messages[1].tool_calls or [] %}{{ c.function.name }}{% endfor %}"
+ONLY_CHAT = PLAIN.replace("in messages %}", "in messages if message.role in ['user', 'assistant'] %}")
 GENERATION = "{% generation %}{{ messages[1].content }}{% endgeneration %}"
 
 
@@ -301,6 +302,12 @@ GENERATION = "{% generation %}{{ messages[1].content }}{% endgeneration %}"
         (PLAIN, [{"role": "user", "content": "Use count for stars."}, CALL], {"unwritten"}),
         (NAMES + "<|im_end|>", [CONVERSATION[1], CALL], {"unwritten"}),  # without the arguments
         (NAMES + "{{ messages[1].tool_calls[0].function.arguments | tojson }}<|im_end|>", [CONVERSATION[1], CALL], {}),
+        (ONLY_CHAT, [CONVERSATION[1], {"role": "tool", "content": "37 degrees"}, CONVERSATION[2]], {"unwritten"}),
+        (ONLY_CHAT, [CONVERSATION[1], {"role": "tool", "content": '{"t": 37}'}, CONVERSATION[2]], {"unwritten"}),
+        (PLAIN, [CONVERSATION[1], CONVERSATION[2] | {"function_calls": "f(x=1)"}], {"unwritten"}),
+        (PLAIN, [CONVERSATION[1] | {"functions": '[{"name": "count_all"}]'}, CONVERSATION[2]], {"unwritten"}),
+        (PLAIN, [CONVERSATION[1] | {"context": "A passage."}, CONVERSATION[2]], {"unwritten"}),
+        (PLAIN, [CONVERSATION[1], CONVERSATION[2] | {"reasoning_details": [{"text": "Hm"}]}], {"unreasoned"}),
         (f"{{{{ messages[0].content }}}}{GENERATION}<|im_end|>", [CONVERSATION[1], CONVERSATION[2]], {"endless"}),
         (f"{NAMES}stars{GENERATION}<|im_end|>", [CONVERSATION[1], CALL | {"content": "a"}], {"unmarked", "endless"}),
     ],
@@ -386,6 +393,15 @@ def test_completions_are_targets_and_end_in_an_eos_token(folder):
         ({"prompt": "a", "completion": "b", "history": [["c", "d"]]}, ["'history'"]),
         ({"prompt": "a", "completion": "b", "label": False}, ["'label'", "data.format.ignored_fields"]),
         ({"prompt": "a", "completion": "b", "loss_mask": [0, 1]}, ["'loss_mask'"]),
+        ({"prompt": "a", "completion": "b", "Complex_CoT": "Hm."}, ["'Complex_CoT'"]),
+        ({"prompt": "a", "completion": "b", "reasoning_content": "Hm."}, ["'reasoning_content'"]),
+        ({"prompt": "a", "completion": "b", "chain_of_thought": "Hm."}, ["'chain_of_thought'"]),
+        ({"prompt": "a", "completion": "b", "sql_context": "CREATE TABLE"}, ["'sql_context'"]),
+        ({"prompt": "a", "completion": "b", "old_contents": "x = 1"}, ["'old_contents'"]),
+        ({"prompt": "a", "completion": "b", "passages": ["A passage."]}, ["'passages'"]),
+        ({"prompt": "Double it.", "completion": "42", "input": 21}, ["'input'"]),
+        ({"prompt": "Capital?", "completion": "It is Paris.", "input": "Paris"}, ["'input'"]),
+        ({"prompt": "a", "completion": "b", "messages": [{"role": "user", "content": "Before."}]}, ["'messages'"]),
     ],
 )
 def test_a_damaged_completion_is_an_error(record, words):
@@ -393,6 +409,12 @@ def test_a_damaged_completion_is_an_error(record, words):
         Completions(input_field="prompt", output_field="completion", separate_with="").read(record)
     for word in words:
         assert word in str(caught.value)
+
+
+def test_answers_that_are_a_map_without_messages_are_no_text():
+    record = {"prompt": "a", "completion": {"text": ["b"], "answer_start": [0]}}
+    with pytest.raises(BadRecordError, match="'completion' is dict"):
+        Completions(input_field="prompt", output_field="completion", separate_with="").read(record)
 
 
 def test_keys_of_a_completion_that_change_nothing_are_accepted():

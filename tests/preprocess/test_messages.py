@@ -160,6 +160,26 @@ def test_marks_of_messages_say_what_is_a_target(more, marks):
         ({"messages": ASKED, "complex_cot": "Hm."}, ["'complex_cot'"]),
         ({"messages": ASKED[:1], "response": "The robot."}, ["'response'", "reply"]),
         ({"messages": ASKED, "kto_tag": False}, ["'kto_tag'"]),
+        ({"messages": with_key(loss_mask=0)}, ["message 2", "'loss_mask'"]),
+        ({"messages": with_key(train_mask=False)}, ["message 2", "'train_mask'"]),
+        ({"messages": with_key(loss_masked=True)}, ["message 2", "'loss_masked'"]),
+        ({"messages": with_key(is_train="no")}, ["message 2", "'is_train'"]),
+        ({"messages": with_key(include=False)}, ["message 2", "'include'"]),
+        ({"messages": with_key(value="Another.")}, ["message 2", "'value'"]),
+        ({"messages": with_key(**{"from": "gpt"})}, ["message 2", "'role' and 'from'"]),
+        ({"messages": ASKED, "train_turns": [1]}, ["'train_turns'"]),
+        ({"messages": ASKED, "systemInstruction": "S"}, ["'systemInstruction'"]),
+        ({"messages": ASKED, "System Prompt": "S"}, ["'System Prompt'"]),
+        ({"messages": ASKED, "preamble": "S"}, ["'preamble'"]),
+        ({"messages": ASKED, "image_url": "a.png"}, ["'image_url'", "text"]),
+        ({"messages": ASKED, "enable_thinking": False}, ["'enable_thinking'", "chat_template_kwargs"]),
+        ({"instruction": "I", "output": "O", "Input": "X"}, ["'Input'"]),
+        ({"instruction": "I", "output": "O", "definition": "D"}, ["'definition'"]),
+        ({"messages": ASKED, "prompt": "The robot."}, ["'prompt'"]),
+        ({"messages": ASKED, "question": "The robot."}, ["'question'"]),
+        ({"messages": ASKED, "conversations": [{"from": "human", "value": "Else?"}]}, ["'conversations'"]),
+        ({"messages": ASKED, "completion": "Another."}, ["'completion'"]),
+        ({"messages": [ASKED[0], {"role": "assistant", "refusal": "No."}]}, ["message 2", "'refusal'"]),
         ({"messages": ASKED, "only_last_turn_loss": True}, ["'only_last_turn_loss'"]),
         ({"messages": with_key(skip=True)}, ["message 2", "'skip'"]),
         ({"messages": with_key(learn=False)}, ["message 2", "'learn'"]),
@@ -179,6 +199,31 @@ def test_a_key_that_changes_what_is_learned_is_never_passed_over(record, words):
     with pytest.raises(BadRecordError) as caught:
         read_messages(record, "messages")
     assert all(word in str(caught.value) for word in words), caught.value
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"context_length": 4096, "system_id": "A", "document_title": "A", "step_loss_mask": 1, "prefix": False},
+        {"conversations": None, "Question": "Who counts?", "rationale": "robot", "input": "counts"},
+        {"conversations": [{"from": "human", "value": "Who counts?"}], "has_image": False, "image_id": "7"},
+    ],
+)
+def test_keys_that_change_nothing_are_accepted(more):
+    assert read_messages({"messages": ASKED, **more}, "messages") == ASKED
+
+
+def test_a_column_of_messages_without_a_value_is_absent():
+    record = {"messages": None, "conversations": [{"from": "human", "value": "H"}, {"from": "gpt", "value": "G"}]}
+    assert [message["content"] for message in read_messages(record, "messages")] == ["H", "G"]
+
+
+def test_the_result_of_an_older_function_call_is_that_of_a_tool():
+    call = {"role": "assistant", "content": None, "function_call": {"name": "count", "arguments": "{}"}}
+    result = {"role": "function", "name": "count", "content": "7"}
+    found = read_messages({"messages": [ASKED[0], call, result]}, "messages")
+    assert [message["role"] for message in found] == ["user", "assistant", "tool"]
+    assert read_messages({"messages": [ASKED[0], result]}, "messages")[1]["role"] == "function"
 
 
 def test_ignored_fields_are_not_read_in_records_and_in_messages():

@@ -148,6 +148,10 @@ def test_answers_may_have_several_messages(folder):
         ({"prompt": [ASK], "chosen": [GOOD], "rejected": [BAD], "context": "A passage."}, "'context'"),
         ({"prompt": "a", "chosen": "b", "rejected": ""}, "'rejected' is empty"),
         ({"prompt": "a", "chosen": "b", "rejected": "c", "kto_tag": False}, "'kto_tag'"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c", "winner_model_b": 1}, "'winner_model_b'"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c", "is_swapped": True}, "'is_swapped'"),
+        ({"prompt": [ASK], "chosen": [GOOD, ASK], "rejected": [BAD]}, "ends with a message of the user"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c", "rationale": "Hm"}, "'rationale'"),
         ({"prompt": "a", "chosen": "b", "rejected": "c", "history": [["d", "e"]]}, "'history'"),
         ({"prompt": [ASK], "chosen": [GOOD], "rejected": [BAD], "weight": 0.5}, "'weight'"),
         ({"prompt": [ASK], "chosen": [GOOD | {"weight": 0}], "rejected": [BAD]}, "marked as no target"),
@@ -236,6 +240,7 @@ def test_a_cache_keeps_pairs_together_leaves_out_equal_ones_and_drops_duplicates
         ({"prompt": "A star", "chosen": " is.", "rejected": " is."}, "equal"),
         ({"chosen": "A star is.", "rejected": "A star is."}, "equal"),
         ({"prompt": "A star", "chosen": "A star is.", "rejected": "A star has."}, "prompt"),
+        ({"prompt": "A star", "chosen": "A star is.", "rejected": " has."}, "prompt"),
     ],
 )
 def test_a_source_of_which_nothing_or_the_prompt_would_be_learned_is_an_error(tmp_path, record, words):
