@@ -41,7 +41,7 @@ class Chat:
         self._seq_len = seq_len
         self._settings = settings
         self._key = jax.random.key(seed)
-        self._has_windows = model.has_windows
+        self._forgets = model.forgets
         self._first = [] if system is None else [{"role": "system", "content": system}]
         self._cache = model.apply({"params": params}, 1, seq_len, method="empty_cache")
 
@@ -92,7 +92,7 @@ class Chat:
         """The token after `ids`; those that the cache has already are not read again, except for the last one."""
         same = (a == b for a, b in zip(ids, self._cached, strict=False))
         at = min(sum(1 for _ in itertools.takewhile(bool, same)), len(ids) - 1)
-        if self._has_windows and at < len(self._cached) - 1:
+        if self._forgets and at < len(self._cached) - 1:
             at = 0  # the cache has forgotten what came before
         key = jax.random.fold_in(self._key, self._drawn)
         token = None

@@ -104,8 +104,8 @@ class AdaptedModel:
         return self.inner.vocab_size
 
     @property
-    def has_windows(self) -> bool:
-        return self.inner.has_windows
+    def forgets(self) -> bool:
+        return self.inner.forgets
 
     @property
     def logit_cap(self) -> float | None:

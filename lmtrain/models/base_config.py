@@ -6,8 +6,8 @@ from typing import Any, Literal, NamedTuple
 from pydantic import BaseModel, ValidationInfo, field_validator, model_validator
 
 from lmtrain.config.section import Role, Section, architecture, execution, identity, settings_of
-from lmtrain.models import flops
 from lmtrain.models.attention.names import AttentionBackend
+from lmtrain.models.mixer import AttentionMixer, Mixer, linear_flops, mlp_flops
 from lmtrain.runtime.errors import field_error, nearest_divisors
 
 
@@ -230,27 +230,41 @@ class BaseModelConfig(Sizes):
         return (None,) * self.num_layers
 
     @property
+    def mixers(self) -> tuple[Mixer, ...]:
+        """What mixes the positions of each layer."""
+        return tuple(
+            AttentionMixer(
+                hidden_dim=self.hidden_dim,
+                heads=self.num_heads,
+                kv_heads=self.kv_heads,
+                head_width=self.head_width,
+                window=window,
+            )
+            for window in self.windows
+        )
+
+    @property
+    def all_mixers(self) -> tuple[Mixer, ...]:
+        """Those of the layers, and others of the model."""
+        return self.mixers
+
+    @property
     def mlp_flops(self) -> float:
         """FLOPs of the MLP per token, mean over the layers; of a mixture of experts, those of the selected ones."""
-        return flops.mlp(self.hidden_dim, self.mlp_dim, self.mlp_matrices)
+        return mlp_flops(self.hidden_dim, self.mlp_dim, self.mlp_matrices)
 
     def num_flops_per_token(self, vocab_size: int, causal: bool = False) -> float:
-        """FLOPs of a forward pass per token; see `lmtrain/models/flops.py`."""
-        keys = self._mean_keys(causal)
-        block = flops.attention(self.hidden_dim, self.num_heads, self.kv_heads, self.head_width, keys)
-        return self.num_layers * (block + self.mlp_flops) + flops.linear(self.hidden_dim, vocab_size)  # and the head
+        """FLOPs of a forward pass per token; see `lmtrain/models/mixer.py`."""
+        mixed = sum(sum(mixer.flops(self.seq_len, causal)) for mixer in self.all_mixers)
+        return mixed + self.num_layers * self.mlp_flops + linear_flops(self.hidden_dim, vocab_size)  # and the head
 
     def attention_flops(self, full: float, causal: float) -> tuple[float, float]:
         """The part of FLOPs per token that grows with the number of keys: of `full` and of `causal` attention."""
-        keys, seen = self._mean_keys(causal=False), self._mean_keys(causal=True)
+        keys, seen = (sum(m.flops(self.seq_len, causal)[1] for m in self.all_mixers) for causal in (False, True))
         if keys == seen:
             return 0.0, 0.0
         each = (full - causal) / (keys - seen)
         return each * keys, each * seen
-
-    def _mean_keys(self, causal: bool) -> float:
-        """Mean number of keys per query over all layers."""
-        return sum(flops.mean_keys(self.seq_len, causal, window) for window in self.windows) / self.num_layers
 
     @property
     def mixture(self) -> Mixture | None:
@@ -262,14 +276,7 @@ class BaseModelConfig(Sizes):
         """The rate of the biases that balance the load of experts; None if there are none."""
         return None
 
-    def heads_on(self, parts: int) -> list[int]:
-        """The number of heads of each attention on a device, with heads split over `parts` devices."""
-        return [self.num_heads // parts]
-
     @property
     def attention_needs(self) -> set[str]:
         """The features that attention needs, as keys of `FEATURES` in `models/attention/names.py`."""
-        needs = {"wide_heads"} if self.head_width > 128 else set[str]()
-        needs |= {"very_wide_heads"} if self.head_width > 256 else set()
-        needs |= {"window"} if any(self.windows) else set()
-        return needs | ({"odd_heads"} if self.head_width % 8 else set())
+        return set[str]().union(*(mixer.features for mixer in self.all_mixers))

@@ -1,4 +1,5 @@
-"""Keys and values of earlier positions, so that generation reads each token once.
+"""States of the mixers of a stack, such as keys and values of earlier positions, so that generation reads each token
+once.
 
 B batch  H key heads  S new positions  T positions of a cache  C head dim  N layers
 """
@@ -10,6 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+
+from lmtrain.models.mixer import Mixer
 
 
 class KvCache(struct.PyTreeNode):
@@ -52,6 +55,42 @@ class KvCache(struct.PyTreeNode):
         k, v = (new.transpose(0, 2, 1, 3) for new in (k_BHSC, v_BHSC))
         return KvCache(self.k.at[at].set(k, mode="drop"), self.v.at[at].set(v, mode="drop"))
 
+    @classmethod
+    def empty(cls, shape: tuple[int, ...], dtype: Any, value_width: int | None = None) -> "KvCache":
+        """No keys and values yet; `value_width` of values, if it is not that of keys."""
+        values = shape if value_width is None else (*shape[:-1], value_width)
+        return cls(jnp.zeros(shape, dtype), jnp.zeros(values, dtype))
+
+    def extend(
+        self,
+        k_BHSC: jax.Array,
+        v_BHSC: jax.Array,
+        layer: jax.Array,
+        window: int | None,
+        start: jax.Array,
+        count: Any = None,
+    ) -> tuple["KvCache", "Keys"]:
+        """The cache with the first `count` of the new positions `start, start + 1, ...` of a layer of a stack, all by
+        default, and what the new queries attend to. `start` and `count` are scalars, or [B]."""
+        size = self.k.shape[-2]
+        if window != size:
+            # positions after the last one are overwritten before any query sees them
+            cache = self.write(k_BHSC, v_BHSC, start, layer)
+            of_layer = cache.of_layer(layer)
+            return cache, Keys(of_layer.k, of_layer.v, None)
+        if k_BHSC.shape[2] == 1 and count is None:
+            cache = self.write(k_BHSC, v_BHSC, start % size, layer)
+            of_layer = cache.of_layer(layer)
+            return cache, Keys(of_layer.k, of_layer.v, _positions(start, size))
+        before, new = self.of_layer(layer), jnp.reshape(start, (-1, 1)) + jnp.arange(k_BHSC.shape[2])
+        places = jnp.reshape(_positions(start - 1, size), (-1, size))
+        keys = Keys(
+            jnp.concatenate([before.k, k_BHSC], axis=2),
+            jnp.concatenate([before.v, v_BHSC], axis=2),
+            jnp.concatenate([places, new], axis=1),
+        )
+        return self.write_last(k_BHSC, v_BHSC, start, k_BHSC.shape[2] if count is None else count, layer), keys
+
     def of_layer(self, layer: jax.Array) -> "KvCache":
         """The cache of one layer of a stack."""
         k, v = (jax.lax.dynamic_index_in_dim(part, layer, keepdims=False) for part in (self.k, self.v))
@@ -67,57 +106,33 @@ class Keys(NamedTuple):
 
 
 class StackCache(struct.PyTreeNode):
-    """The caches of a stack's layers, by their number of positions: a layer with a window keeps only those in it.
+    """The states of a stack's mixers: one for all layers with equal mixers, each array [layers, batch, ...].
 
-    `sizes` has the number of each layer.
+    `mixers` has the mixer of each state, `kinds` the number of each layer's state.
     """
 
-    caches: dict[int, KvCache]
-    sizes: tuple[int, ...] = struct.field(pytree_node=False)
+    states: tuple[Any, ...]
+    mixers: tuple[Mixer, ...] = struct.field(pytree_node=False)
+    kinds: tuple[int, ...] = struct.field(pytree_node=False)
 
     @classmethod
-    def empty(cls, windows: Sequence[int | None], batch: int, heads: int, length: int, width: int, dtype: Any) -> Any:
-        """Caches for `length` positions of layers with these windows."""
-        sizes = tuple(length if window is None else min(window, length) for window in windows)
-        shapes = {size: (sizes.count(size), batch, heads, size, width) for size in sizes}
-        return cls(
-            {size: KvCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for size, shape in shapes.items()}, sizes
-        )
+    def empty(cls, mixers: Sequence[Mixer], batch: int, length: int, dtype: Any) -> "StackCache":
+        """The states of layers with these mixers before the first of `length` positions."""
+        different = tuple(dict.fromkeys(mixers))
+        kinds = tuple(map(different.index, mixers))
+        states = (mixer.empty(kinds.count(kind), batch, length, dtype) for kind, mixer in enumerate(different))
+        return cls(tuple(states), different, kinds)
 
-    def extend(
-        self, k: jax.Array, v: jax.Array, layer: jax.Array, window: int | None, start: jax.Array, count: Any = None
-    ) -> tuple["StackCache", Keys]:
-        """The caches with the first `count` of the new positions `start, start + 1, ...` of a layer with this window,
-        all by default, and what the new queries attend to. `start` and `count` are scalars, or [B]."""
-        size = window if window in self.caches else max(self.caches)
-        cache, layer = self.caches[size], self._number(size, layer)
-        if window != size:
-            # positions after the last one are overwritten before any query sees them
-            cache = cache.write(k, v, start, layer)
-            of_layer = cache.of_layer(layer)
-            return self._with(size, cache), Keys(of_layer.k, of_layer.v, None)
-        if k.shape[2] == 1 and count is None:
-            cache = cache.write(k, v, start % size, layer)
-            of_layer = cache.of_layer(layer)
-            return self._with(size, cache), Keys(of_layer.k, of_layer.v, _positions(start, size))
-        before, new = cache.of_layer(layer), jnp.reshape(start, (-1, 1)) + jnp.arange(k.shape[2])
-        places = jnp.reshape(_positions(start - 1, size), (-1, size))
-        keys = Keys(
-            jnp.concatenate([before.k, k], axis=2),
-            jnp.concatenate([before.v, v], axis=2),
-            jnp.concatenate([places, new], axis=1),
-        )
-        count = k.shape[2] if count is None else count
-        return self._with(size, cache.write_last(k, v, start, count, layer)), keys
+    def find(self, mixer: Mixer, layer: jax.Array) -> tuple[int, jax.Array]:
+        """Where the state of a layer with this mixer is: the state's number, and the layer's number in it."""
+        kind = self.mixers.index(mixer)
+        if len(self.states) == 1:
+            return kind, layer
+        return kind, jnp.asarray(np.cumsum(np.equal(self.kinds, kind)) - 1)[layer]
 
-    def _with(self, size: int, cache: KvCache) -> "StackCache":
-        return self.replace(caches=self.caches | {size: cache})
-
-    def _number(self, size: int, layer: jax.Array) -> jax.Array:
-        """The number of a layer among those with this number of positions."""
-        if len(self.caches) == 1:
-            return layer
-        return jnp.asarray(np.cumsum(np.equal(self.sizes, size)) - 1)[layer]
+    def with_state(self, kind: int, state: Any) -> "StackCache":
+        """With another state of this number."""
+        return self.replace(states=(*self.states[:kind], state, *self.states[kind + 1 :]))
 
 
 def _positions(last: jax.Array, size: int) -> jax.Array:

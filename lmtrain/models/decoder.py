@@ -60,8 +60,8 @@ class Decoder(nn.Module):
         return tied
 
     @property
-    def has_windows(self) -> bool:
-        return any(self.config.windows)
+    def forgets(self) -> bool:
+        return any(mixer.forgets for mixer in self.config.mixers)
 
     @property
     def logit_cap(self) -> float | None:
@@ -100,8 +100,7 @@ class Decoder(nn.Module):
         return logits if self.logit_cap is None else self.logit_cap * jnp.tanh(logits / self.logit_cap)
 
     def empty_cache(self, batch: int, length: int) -> Any:
-        c, dtype = self.config, self.head().dtype
-        return StackCache.empty(c.windows, batch, c.kv_heads, length, c.head_width, dtype)
+        return StackCache.empty(self.config.mixers, batch, length, self.head().dtype)
 
     def extend(self, tokens_BS: jax.Array, cache: Any, start: jax.Array, count: Any = None) -> tuple[jax.Array, Any]:
         hidden, cache = self.read_more(self.embed(tokens_BS), cache, start, count)

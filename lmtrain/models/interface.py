@@ -32,7 +32,7 @@ class LanguageModel(Protocol):
         """Linen's hash: equal modules are equal keys."""
 
     @property
-    def has_windows(self) -> bool:
+    def forgets(self) -> bool:
         """Whether the cache forgets positions, so that it cannot go back to an earlier one."""
 
     @property
@@ -65,8 +65,8 @@ class LanguageModel(Protocol):
     def extend(self, tokens_BS: jax.Array, cache: Any, start: jax.Array, count: Any = None) -> tuple[jax.Array, Any]:
         """Float32 logits [B, S, V] of new tokens at positions `start, start + 1, ...`, and the updated cache.
 
-        Only the first `count` tokens of a row enter the cache, all by default; the rest is padding. Where layers keep
-        a window only (`has_windows`), `start` is the number of tokens that the row has in the cache, or one less: its
+        Only the first `count` tokens of a row enter the cache, all by default; the rest is padding. Where the
+        cache `forgets`, `start` is the number of tokens that the row has in the cache, or one less: its
         last token may be read again. `start` and `count` are scalars, or [B] for sequences of different lengths.
         """
 

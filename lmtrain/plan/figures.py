@@ -8,7 +8,7 @@ from lmtrain.compiled.collectives import Network
 from lmtrain.compiled.executions import Trips
 from lmtrain.compiled.figures import Figures, bound, measure
 from lmtrain.models.attention.kernel import kernel_of
-from lmtrain.models.attention.split import exchange_size
+from lmtrain.models.mixer import AttentionMixer
 from lmtrain.models.moe.experts import EXPERTS_SCOPE
 from lmtrain.models.params import count_parameters
 from lmtrain.plan.wire import (
@@ -132,17 +132,18 @@ def mean_trips(program: Program) -> Trips:
     of_experts = expert_trips(program)
     if kernel.mean_trips is None:
         return of_experts
-    parts, heads = program.config.trainer.sequence_parts, config.heads_on(program.config.trainer.head_parts)[0]
-    groups, count = parts // exchange_size(parts, heads), kernel.mean_trips
+    trainer, size = program.config.trainer, config.flash_attention_block_size
+    attentions = [mixer for mixer in config.mixers if isinstance(mixer, AttentionMixer)]
+    count, each = (
+        kernel.mean_trips,
+        [(m.window, m.groups(trainer.sequence_parts, trainer.head_parts)) for m in attentions],
+    )
 
     def mean(op_name: str) -> float | None:
         """The text does not say of which layer a loop is: each counts as the mean, so that the sum is right."""
         if kernel.scope not in op_name:
             return of_experts(op_name)
-        size = config.flash_attention_block_size
-        return (
-            sum(count(op_name, config.seq_len, size, window, groups) for window in config.windows) / config.num_layers
-        )
+        return sum(count(op_name, config.seq_len, size, window, groups) for window, groups in each) / len(each)
 
     return mean
 

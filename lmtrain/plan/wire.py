@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from lmtrain.compiled.executions import Trips
 from lmtrain.compiled.figures import Figures
 from lmtrain.lora.model import ADAPTERS, BASE
-from lmtrain.models.attention.split import exchange_size
 from lmtrain.models.base_config import Mixture
 from lmtrain.models.interface import LanguageModel
 from lmtrain.models.moe.experts import ROUNDS, rows_of_round
@@ -156,20 +155,14 @@ def _tensor_parallel(program: Program, sums: int, batch: int) -> float:
 
 
 def _context_parallel(program: Program, passes: int, batch: int) -> float:
-    """Bytes of queries, keys, values and outputs that devices exchange for heads (`models/attention/split.py`)."""
+    """Bytes that devices exchange because they share sequences, such as queries, keys, values and outputs."""
     model, parts = program.config.model, program.config.trainer.sequence_parts
     if parts == 1:
         return 0.0
-    heads = model.heads_on(program.config.trainer.head_parts)[0]
-    kv_heads = max(model.kv_heads * heads // model.num_heads, 1)
-    size = exchange_size(parts, heads)
-    copied = math.lcm(kv_heads, size)
-    exchanged = 2 * (heads + copied) * (size - 1) / size
-    gathered = 2 * copied * (parts // size - 1) + heads
+    splits = [mixer.split(parts, program.config.trainer.head_parts) for mixer in model.mixers]
     rows = batch // program.layout.num_batch_shards * model.seq_len / parts
     width = jnp.dtype(program.config.trainer.precision.compute).itemsize
-    sent = exchanged + (gathered if size < parts else 0.0)
-    return passes * model.num_layers * rows * model.head_width * width * sent
+    return passes * rows * width * sum(split.sent for split in splits if split)
 
 
 def _parameters(program: Program) -> list[tuple[int, set[str], set[str], bool, bool]]:

@@ -212,6 +212,23 @@ class RunConfig(HuggingFaceConfig):
             return None
         return {name: self.objective.source_weights.get(name, 1.0) for name in self.data.sources()}
 
+    @property
+    def sequence_splits(self) -> list[SequenceSplit]:
+        """How devices share a sequence, in each layer and in other mixers of the model; none if they do not.
+
+        Raises `UserError` if a mixer has no rule for it.
+        """
+        parts = self.trainer.sequence_parts
+        if parts == 1:
+            return []
+        splits = [mixer.split(parts, self.trainer.head_parts) for mixer in self.model.all_mixers]
+        if None in splits:
+            raise UserError(
+                f"trainer.context_axis_size: {parts} devices cannot share a sequence, since some layers of "
+                f"{self.model.type} need all of it; remove this setting"
+            )
+        return [split for split in splits if split is not None]
+
     def attention_needs(self, trains: bool = True) -> AttentionNeeds:
         """What the run needs of attention; `trains` false: neither dropout nor derivatives are needed."""
         model, features = self.model, self.model.attention_needs
@@ -221,7 +238,7 @@ class RunConfig(HuggingFaceConfig):
             features.add("float32")
         if self.optimizer.hessian == "hutchinson":
             features.add("second_derivatives")
-        if any(heads % self.trainer.sequence_parts for heads in model.heads_on(self.trainer.head_parts)):
+        if any(split.has_parts for split in self.sequence_splits):
             features.add("part")
         if not trains:
             features -= {"dropout", "second_derivatives"}

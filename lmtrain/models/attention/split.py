@@ -18,25 +18,11 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from lmtrain.models.attention.attend import Options
+from lmtrain.models.mixer import exchange_size
 from lmtrain.sharding.local import num_parts, per_device, split_over
 
 # (q, k, v, options) -> mixed values, of one device's arrays
 Local = Callable[[jax.Array, jax.Array, jax.Array, Options], jax.Array]
-
-
-def exchange_size(parts: int, heads: int) -> int:
-    """How many of the `parts` that split a sequence exchange heads for positions; `heads` on each device."""
-    return math.gcd(parts, heads)
-
-
-def describe_split(parts: int, heads: int) -> str:
-    """How `parts` devices share a sequence, for the log."""
-    size = exchange_size(parts, heads)
-    exchange = f"{size} devices exchange heads for positions"
-    if size == parts:
-        return exchange
-    gather = f"{parts // size} groups gather keys and values and swap halves of queries"
-    return gather if size == 1 else f"{exchange}, {gather}"
 
 
 def positions_over(length: int, heads: int) -> tuple[str, ...]:

@@ -1,13 +1,31 @@
 """Settings of the Backpack family."""
 
+from collections.abc import Set
 from typing import Literal
 
 from pydantic import model_validator
 
 from lmtrain.config.section import architecture
-from lmtrain.models import flops
 from lmtrain.models.gpt2.config import Gpt2Settings
+from lmtrain.models.mixer import AttentionMixer, Mixer, linear_flops, mean_keys, mlp_flops
 from lmtrain.runtime.errors import field_error, nearest_divisors
+
+
+class SenseMixer(AttentionMixer):
+    """Attention to sense vectors, whose width is that of the stream; a sense is a head."""
+
+    @property
+    def features(self) -> Set[str]:
+        is_odd = self.hidden_dim > 256 and self.hidden_dim % 128 != 0
+        return {"wide_values", "odd_values"} if is_odd else {"wide_values"}
+
+    def flops(self, seq_len: int, causal: bool) -> tuple[float, float]:
+        dim, keys = self.hidden_dim, mean_keys(seq_len, causal)
+        # queries and keys; their scores; the weighted sum of sense vectors, each of width hidden_dim
+        return linear_flops(dim, 2 * dim), linear_flops(dim, 1) * keys + linear_flops(self.heads * dim, 1) * keys
+
+    def heads_on(self, parts: int) -> int:
+        return self.heads if self.heads % parts else self.heads // parts
 
 
 class BackpackConfig(Gpt2Settings):
@@ -38,22 +56,15 @@ class BackpackConfig(Gpt2Settings):
         """Width of the queries and keys of one sense."""
         return self.hidden_dim // self.num_senses
 
-    def heads_on(self, parts: int) -> list[int]:
-        senses = self.num_senses if self.num_senses % parts else self.num_senses // parts
-        return [*super().heads_on(parts), senses]
-
     @property
-    def attention_needs(self) -> set[str]:
-        odd = {"odd_values"} if self.hidden_dim > 256 and self.hidden_dim % 128 else set[str]()
-        return super().attention_needs | {"wide_values"} | odd
+    def all_mixers(self) -> tuple[Mixer, ...]:
+        senses = SenseMixer(
+            hidden_dim=self.hidden_dim, heads=self.num_senses, kv_heads=self.num_senses, head_width=self.sense_width
+        )
+        return *self.mixers, senses
 
     def num_flops_per_token(self, vocab_size: int, causal: bool = False) -> float:
-        """FLOPs of a forward pass per token; see `lmtrain/models/flops.py`."""
-        dim, senses = self.hidden_dim, self.num_senses
-        keys = flops.mean_keys(self.seq_len, causal)
-        trunk = super().num_flops_per_token(vocab_size, causal)
-        inner = dim * self.sense_intermediate_scale
-        vectors = flops.mlp(dim, self.mlp_dim) + flops.linear(dim, inner) + flops.linear(inner, senses * dim)
-        # queries and keys; their scores; the weighted sum of sense vectors, each of width hidden_dim
-        weights = flops.linear(dim, 2 * dim) + flops.linear(dim, 1) * keys + flops.linear(senses * dim, 1) * keys
-        return trunk + vectors + weights
+        """FLOPs of a forward pass per token; see `lmtrain/models/mixer.py`."""
+        dim, inner = self.hidden_dim, self.hidden_dim * self.sense_intermediate_scale
+        vectors = mlp_flops(dim, self.mlp_dim) + linear_flops(dim, inner) + linear_flops(inner, self.num_senses * dim)
+        return super().num_flops_per_token(vocab_size, causal) + vectors

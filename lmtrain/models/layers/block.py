@@ -1,7 +1,7 @@
 """What the blocks of all families share: attention with its cache, and a block of attention and MLP."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import flax.linen as nn
 import jax
@@ -16,11 +16,23 @@ from lmtrain.models.layers.remat import BLOCK_INPUT, unfused
 from lmtrain.sharding.placement import constrain
 
 
+class TokenMixer(Protocol):
+    """A module that mixes the positions of a layer; `Mixer` describes it."""
+
+    def __call__(self, x: jax.Array, layer: jax.Array, deterministic: bool, documents: Documents) -> jax.Array:
+        """[B, S, D] -> [B, S, D], each document separately. `layer` is the layer's number."""
+
+    def extend(
+        self, x: jax.Array, layer: jax.Array, cache: StackCache, start: jax.Array, count: Any
+    ) -> tuple[jax.Array, StackCache]:
+        """The outputs of new positions `start, start + 1, ...`, and the cache with the first `count` of them."""
+
+
 class Attention(nn.Module):
     """Causal attention of all heads: [B, S, D] -> [B, S, D].
 
-    A family defines in `setup` the layers `out` and `drop_weights` (dropout on the attention weights), and the methods
-    `project` and `scores`.
+    The first of `config.mixers` describes it. A family defines in `setup` the layers `out` and `drop_weights` (dropout
+    on the attention weights), and the methods `project` and `scores`.
     """
 
     config: Any
@@ -55,9 +67,10 @@ class Attention(nn.Module):
         """Attention of new positions `start, start + 1, ...` to all earlier ones and themselves."""
         q, k, v = self.project(x, jnp.reshape(start, (-1, 1)) + jnp.arange(x.shape[1]))
         scores = self.scores(layer)
-        cache, keys = cache.extend(k, v, layer, scores.get("window"), start, count)
+        kind, number = cache.find(self.config.mixers[0], layer)
+        state, keys = cache.states[kind].extend(k, v, number, scores.get("window"), start, count)
         mixed_BHSC = attend(q, keys.k, keys.v, first_query=start, key_at=keys.at, **scores)
-        return self.out(mixed_BHSC.transpose(0, 2, 1, 3)), cache
+        return self.out(mixed_BHSC.transpose(0, 2, 1, 3)), cache.with_state(kind, state)
 
 
 def split_qkv(qkv_BSXHC: jax.Array, clip: float | None = None) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -79,14 +92,20 @@ def active(dropout: nn.Dropout, deterministic: bool) -> Callable[[jax.Array], ja
 
 
 class Block(nn.Module):
-    """Attention and MLP, each after a norm and added to the residual stream.
+    """A mixer of positions, by default attention, and an MLP, each after a norm and added to the residual stream.
 
     A family defines in `setup` the layers `norm_attn`, `attn`, `norm_mlp`, `mlp`, and `drop` (dropout on the outputs of
-    both), or the methods `attention_input` and `add`.
+    both), or `mixer` and the methods `attention_input` and `add`.
     """
 
     config: Any
     backend: str
+
+    @property
+    def mixer(self) -> TokenMixer:
+        """What mixes positions; attention, unless the family has another one."""
+        mixer: TokenMixer = self.attn
+        return mixer
 
     def attention_input(self, x: jax.Array) -> jax.Array:
         """The input of attention."""
@@ -103,12 +122,12 @@ class Block(nn.Module):
         self, x: jax.Array, layer: jax.Array, deterministic: bool, documents: Documents
     ) -> tuple[jax.Array, None]:
         x = checkpoint_name(x, BLOCK_INPUT)
-        mixed = self.attn(self.attention_input(x), layer, deterministic, documents)
+        mixed = self.mixer(self.attention_input(x), layer, deterministic, documents)
         return constrain(self.add(x, mixed, deterministic, documents), "act_batch", "act_stream", "act_embed"), None
 
     def extend(
         self, state: tuple[jax.Array, StackCache], layer: jax.Array, start: jax.Array, count: Any = None
     ) -> tuple[tuple[jax.Array, StackCache], None]:
         x, cache = state
-        mixed, cache = self.attn.extend(self.attention_input(x), layer, cache, start, count)
+        mixed, cache = self.mixer.extend(self.attention_input(x), layer, cache, start, count)
         return (self.add(x, mixed, deterministic=True), cache), None

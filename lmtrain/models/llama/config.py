@@ -6,7 +6,6 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BeforeValidator, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from lmtrain.config.section import Section, architecture, identity
-from lmtrain.models import flops
 from lmtrain.models.base_config import POSITIONS, BaseModelConfig, Mixture, RopeConfig
 from lmtrain.models.moe.config import MoeConfig
 from lmtrain.runtime.errors import field_error, nearest_divisors
@@ -238,7 +237,7 @@ class LlamaConfig(BaseModelConfig):
         if self.moe is None:
             return super().mlp_flops
         width, experts = self.expert_dim, self.moe.experts_per_token + self.moe.shared_experts
-        mixture = experts * flops.mlp(self.hidden_dim, width, 3) + flops.linear(self.hidden_dim, self.moe.num_experts)
+        mixture = experts * mlp_flops(self.hidden_dim, width, 3) + linear_flops(self.hidden_dim, self.moe.num_experts)
         each = {"dense": super().mlp_flops, "moe": mixture}
         return sum(each[kind.mlp or "dense"] for kind in self.kinds) / self.num_layers
 

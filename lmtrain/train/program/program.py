@@ -1,6 +1,5 @@
 """The program of a run, before any arrays exist: model, optimizer, layout of all arrays, and the step."""
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,7 +13,6 @@ from lmtrain.evaluation.eval_step import build_eval_step
 from lmtrain.hf.tokenizer import TextSizes
 from lmtrain.lora.model import adapt, trainable
 from lmtrain.models.attention.kernel import Choice, choose_attention, log_attention
-from lmtrain.models.attention.split import describe_split
 from lmtrain.models.interface import LanguageModel
 from lmtrain.models.layers.quantized import Quantized
 from lmtrain.models.moe.grouped import choose_grouped, kernel_of
@@ -255,9 +253,8 @@ def build_program(
         _check_products(trainer.precision.products, accelerator)
     needs = config.attention_needs()
     attention = choose_attention(needs, platform, kind)
-    if (parts := trainer.sequence_parts) > 1:
-        how = describe_split(parts, config.model.heads_on(trainer.head_parts)[0])
-        attention = attention._replace(reason=f"{attention.reason}; {how}")
+    if splits := config.sequence_splits:
+        attention = attention._replace(reason=f"{attention.reason}; {splits[0].text}")
     model = adapt(config.lora, config.model, build_model(config.model, vocab_size, attention.name))
     schedule = build_schedule(config.optimizer, trainer.num_train_steps)
     axes = trainable(model, parameter_axes(model))
@@ -287,8 +284,7 @@ def build_program(
     if products:
         log.info(f"experts: {products.name} ({products.reason}), expert_axis_size {expert_parts.described}")
     batching = choose_batching(trainer, layout.num_batch_shards)
-    heads = config.model.heads_on(trainer.head_parts)
-    check_seq_len(config.model.seq_len, parts, any(each % parts and math.gcd(each, parts) % 2 for each in heads))
+    check_seq_len(config.model.seq_len, trainer.sequence_parts, any(split.needs_even for split in splits))
     log_attention(attention, needs, platform)
     watch = Watch(trainer.watch, axes)
     abstract, shardings = state_in(layout)
