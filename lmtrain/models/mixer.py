@@ -7,8 +7,8 @@ these. The module that computes is `TokenMixer` in `lmtrain/models/layers/block.
 FLOPs are those of a forward pass per token, by formula; a multiplication and an addition are two operations. Norms,
 activations, softmax and rotary embeddings are excluded, as usual: they are a fraction of a percent. Training takes
 three times as many: the backward pass has two products for each product of the forward pass. Recomputation to save
-memory is not counted. There are two conventions for attention: `causal` counts the keys that a query sees, on average half of
-them; the full convention counts all keys, as computed without a kernel that skips the rest.
+memory is not counted. There are two conventions for attention: `causal` counts the keys that a query sees, on average
+half of them; the full convention counts all keys, as computed without a kernel that skips the rest.
 """
 
 import math

@@ -134,10 +134,8 @@ def mean_trips(program: Program) -> Trips:
         return of_experts
     trainer, size = program.config.trainer, config.flash_attention_block_size
     attentions = [mixer for mixer in config.mixers if isinstance(mixer, AttentionMixer)]
-    count, each = (
-        kernel.mean_trips,
-        [(m.window, m.groups(trainer.sequence_parts, trainer.head_parts)) for m in attentions],
-    )
+    each = [(mixer.window, mixer.groups(trainer.sequence_parts, trainer.head_parts)) for mixer in attentions]
+    count = kernel.mean_trips
 
     def mean(op_name: str) -> float | None:
         """The text does not say of which layer a loop is: each counts as the mean, so that the sum is right."""

@@ -20,6 +20,7 @@ from lmtrain.lora.config import LoraConfig
 from lmtrain.models.attention.names import AttentionNeeds
 from lmtrain.models.config import ModelConfig
 from lmtrain.models.gpt2.config import Gpt2Config
+from lmtrain.models.mixer import SequenceSplit
 from lmtrain.objectives.config import CrossEntropyConfig, ObjectiveConfig, WeightedCrossEntropyConfig
 from lmtrain.optim.config import AdamConfig, OptimizerConfig, build_cycles
 from lmtrain.run.trainer import TrainerConfig, num_microbatches

@@ -162,7 +162,7 @@ class TwoTokenLM(nn.Module):
     vocab_size: int
     attention: str = "xla"
     has_dropout: bool = False
-    has_windows: bool = False
+    forgets: bool = False
     logit_cap: float | None = None
 
     def setup(self) -> None:

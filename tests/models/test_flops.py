@@ -11,7 +11,7 @@ from jax.extend.core import jaxprs_in_params
 from lmtrain.models.attention import xla
 from lmtrain.models.attention.attend import attend
 from lmtrain.models.backpack.config import BackpackConfig
-from lmtrain.models.flops import mean_keys
+from lmtrain.models.mixer import mean_keys
 from lmtrain.models.gpt2.config import Gpt2Config
 from lmtrain.models.llama.config import LlamaConfig
 from lmtrain.models.mpt.config import MptConfig
