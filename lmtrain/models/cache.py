@@ -55,12 +55,6 @@ class KvCache(struct.PyTreeNode):
         k, v = (new.transpose(0, 2, 1, 3) for new in (k_BHSC, v_BHSC))
         return KvCache(self.k.at[at].set(k, mode="drop"), self.v.at[at].set(v, mode="drop"))
 
-    @classmethod
-    def empty(cls, shape: tuple[int, ...], dtype: Any, value_width: int | None = None) -> "KvCache":
-        """No keys and values yet; `value_width` of values, if it is not that of keys."""
-        values = shape if value_width is None else (*shape[:-1], value_width)
-        return cls(jnp.zeros(shape, dtype), jnp.zeros(values, dtype))
-
     def extend(
         self,
         k_BHSC: jax.Array,
@@ -111,7 +105,7 @@ class StackCache(struct.PyTreeNode):
     `mixers` has the mixer of each state, `kinds` the number of each layer's state.
     """
 
-    states: tuple[Any, ...]
+    states: tuple[dict[str, jax.Array], ...]
     mixers: tuple[Mixer, ...] = struct.field(pytree_node=False)
     kinds: tuple[int, ...] = struct.field(pytree_node=False)
 
@@ -120,8 +114,14 @@ class StackCache(struct.PyTreeNode):
         """The states of layers with these mixers before the first of `length` positions."""
         different = tuple(dict.fromkeys(mixers))
         kinds = tuple(map(different.index, mixers))
-        states = (mixer.empty(kinds.count(kind), batch, length, dtype) for kind, mixer in enumerate(different))
-        return cls(tuple(states), different, kinds)
+        states = tuple(
+            {
+                name: jnp.zeros((kinds.count(kind), batch, *array.shape), array.dtype or dtype)
+                for name, array in mixer.state(length).items()
+            }
+            for kind, mixer in enumerate(different)
+        )
+        return cls(states, different, kinds)
 
     def find(self, mixer: Mixer, layer: jax.Array) -> tuple[int, jax.Array]:
         """Where the state of a layer with this mixer is: the state's number, and the layer's number in it."""
@@ -130,7 +130,7 @@ class StackCache(struct.PyTreeNode):
             return kind, layer
         return kind, jnp.asarray(np.cumsum(np.equal(self.kinds, kind)) - 1)[layer]
 
-    def with_state(self, kind: int, state: Any) -> "StackCache":
+    def with_state(self, kind: int, state: dict[str, jax.Array]) -> "StackCache":
         """With another state of this number."""
         return self.replace(states=(*self.states[:kind], state, *self.states[kind + 1 :]))
 

@@ -12,9 +12,9 @@ half of them; the full convention counts all keys, as computed without a kernel 
 """
 
 import math
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 
 def mean_keys(seq_len: int, causal: bool, window: int | None = None) -> float:
@@ -47,6 +47,13 @@ class SequenceSplit(NamedTuple):
     needs_even: bool
 
 
+class StateArray(NamedTuple):
+    """An array of a mixer's state: its shape for one sequence, and its dtype; None: that of the parameters."""
+
+    shape: tuple[int, ...]
+    dtype: str | None = None
+
+
 class Mixer(Protocol):
     """The mixer of a layer. Layers with equal mixers have one state in the cache."""
 
@@ -64,8 +71,8 @@ class Mixer(Protocol):
     def split(self, parts: int, head_parts: int) -> SequenceSplit | None:
         """How `parts` devices share a sequence whose heads are split over `head_parts` devices; None if they cannot."""
 
-    def empty(self, layers: int, batch: int, length: int, dtype: Any) -> Any:
-        """The state of `layers` layers before the first of `length` positions: arrays [layers, batch, ...]."""
+    def state(self, length: int) -> Mapping[str, StateArray]:
+        """The arrays of a layer's state for sequences of up to `length` positions, by name; all are 0 before them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,11 +129,9 @@ class AttentionMixer:
         """The number of heads on a device, with heads split over `parts` devices."""
         return self.heads // parts
 
-    def empty(self, layers: int, batch: int, length: int, dtype: Any) -> Any:
-        from lmtrain.models.cache import KvCache
-
+    def state(self, length: int) -> Mapping[str, StateArray]:
         size = length if self.window is None else min(self.window, length)
-        return KvCache.empty((layers, batch, self.kv_heads, size, self.head_width), dtype)
+        return dict.fromkeys(("k", "v"), StateArray((self.kv_heads, size, self.head_width)))
 
 
 def exchange_size(parts: int, heads: int) -> int:

@@ -10,7 +10,8 @@ from models import quick
 from models.families import window_model
 
 from lmtrain.models.attention.attend import attend
-from lmtrain.models.cache import StackCache
+from lmtrain.models.cache import KvCache, StackCache
+from lmtrain.models.mixer import AttentionMixer
 
 LENGTH, WINDOW = 12, 4
 RNG = np.random.default_rng(0)
@@ -18,14 +19,22 @@ Q, K, V = (RNG.normal(size=(2, heads, LENGTH, 3)).astype(np.float32) for heads i
 WINDOWS = (None, WINDOW, WINDOW, None, 50)  # the last one is longer than the sequence
 
 
+MIXERS = tuple(AttentionMixer(hidden_dim=12, heads=4, kv_heads=2, head_width=3, window=window) for window in WINDOWS)
+
+
 def empty():
-    return StackCache.empty(WINDOWS, 2, 2, LENGTH, 3, jnp.float32)
+    return StackCache.empty(MIXERS, 2, LENGTH, jnp.float32)
+
+
+def extend(cache, k, v, layer, *more):
+    kind, number = cache.find(MIXERS[layer], jnp.int32(layer))
+    state, keys = KvCache(**cache.states[kind]).extend(k, v, number, WINDOWS[layer], *more)
+    return cache.with_state(kind, {"k": state.k, "v": state.v}), keys
 
 
 def test_a_layer_with_a_window_keeps_only_the_positions_in_it():
-    cache = empty()
-    assert {size: part.k.shape for size, part in cache.caches.items()} == {12: (3, 2, 2, 12, 3), 4: (2, 2, 2, 4, 3)}
-    assert StackCache.empty((4, 4), 2, 2, LENGTH, 3, jnp.float32).caches[4].k.shape == (2, 2, 2, 4, 3)
+    shapes = [state["k"].shape for state in empty().states]
+    assert shapes == [(2, 2, 2, 12, 3), (2, 2, 2, 4, 3), (1, 2, 2, 12, 3)]
 
 
 @pytest.mark.parametrize("layer", range(5))
@@ -35,11 +44,11 @@ def test_queries_in_parts_see_the_keys_of_a_whole_sequence(layer, ends):
     expected = jax.jit(functools.partial(attend, window=window))(Q, K, V, 0.5)
     cache, parts, start = empty(), [], 0
     for end in ends:
-        cache, keys = cache.extend(K[:, :, start:end], V[:, :, start:end], jnp.int32(layer), window, jnp.int32(start))
+        cache, keys = extend(cache, K[:, :, start:end], V[:, :, start:end], layer, jnp.int32(start))
         parts.append(attend(Q[:, :, start:end], keys.k, keys.v, 0.5, start, window=window, key_at=keys.at))
         start = end
     np.testing.assert_allclose(np.concatenate(parts, axis=2), expected[:, :, :start], rtol=1e-5, atol=1e-5)
-    others = [jnp.abs(part.k).sum((1, 2, 3, 4)) > 0 for part in cache.caches.values()]
+    others = [jnp.abs(state["k"]).sum((1, 2, 3, 4)) > 0 for state in cache.states]
     assert sum(int(layers.sum()) for layers in others) == 1
 
 
@@ -48,11 +57,11 @@ def test_rows_of_different_lengths_with_padding():
     lengths = np.array([9, 3])
     expected = jax.jit(functools.partial(attend, window=WINDOW))(Q, K, V, 0.5)
     padded = [np.where(np.arange(10)[:, None] < lengths[:, None, None, None], x[:, :, :10], 99) for x in (K, V)]
-    cache, _ = empty().extend(*padded, jnp.int32(1), WINDOW, 0, lengths)
+    cache, _ = extend(empty(), *padded, 1, 0, lengths)
     for start in (lengths - 1, lengths, lengths + 1):
         rows = np.arange(2)
         q, k, v = (x[rows, :, start][:, :, None] for x in (Q, K, V))
-        cache, keys = cache.extend(k, v, jnp.int32(1), WINDOW, jnp.asarray(start))
+        cache, keys = extend(cache, k, v, 1, jnp.asarray(start))
         found = attend(q, keys.k, keys.v, 0.5, jnp.asarray(start), window=WINDOW, key_at=keys.at)
         np.testing.assert_allclose(found[:, :, 0], expected[rows, :, start], rtol=1e-5, atol=1e-5)
 
@@ -64,12 +73,12 @@ def test_a_model_with_windows_gives_the_logits_of_the_full_sequence(num_layers):
     params, lengths = quick.random_params(model), np.array([11, 6, 2])
     tokens = RNG.integers(0, 13, (3, LENGTH)).astype(np.int32)
     whole = jax.jit(model.apply)({"params": params}, tokens)
-    extend = jax.jit(lambda *given: model.apply({"params": params}, *given, method="extend"))
+    extended = jax.jit(lambda *given: model.apply({"params": params}, *given, method="extend"))
     cache = model.apply({"params": params}, 3, LENGTH, method="empty_cache")
-    assert {part.k.shape[3] for part in cache.caches.values()} == ({3} if num_layers == 2 else {3, 12})
+    assert {state["k"].shape[3] for state in cache.states} == ({3} if num_layers == 2 else {3, 12})
     for at in (0, 5):
-        _, cache = extend(tokens[:, at : at + 5], cache, jnp.int32(at), jnp.clip(lengths - 1 - at, 0, 5))
+        _, cache = extended(tokens[:, at : at + 5], cache, jnp.int32(at), jnp.clip(lengths - 1 - at, 0, 5))
     for more in range(3):
         position = np.minimum(lengths - 1 + more, LENGTH - 1)
-        logits, cache = extend(tokens[np.arange(3), position][:, None], cache, jnp.asarray(position))
+        logits, cache = extended(tokens[np.arange(3), position][:, None], cache, jnp.asarray(position))
         np.testing.assert_allclose(logits[:, 0], whole[np.arange(3), position], rtol=1e-4, atol=1e-4)

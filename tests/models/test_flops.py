@@ -11,9 +11,9 @@ from jax.extend.core import jaxprs_in_params
 from lmtrain.models.attention import xla
 from lmtrain.models.attention.attend import attend
 from lmtrain.models.backpack.config import BackpackConfig
-from lmtrain.models.mixer import mean_keys
 from lmtrain.models.gpt2.config import Gpt2Config
 from lmtrain.models.llama.config import LlamaConfig
+from lmtrain.models.mixer import mean_keys
 from lmtrain.models.mpt.config import MptConfig
 from lmtrain.models.registry import build_model
 

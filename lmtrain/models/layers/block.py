@@ -10,7 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from lmtrain.models.attention.attend import attend
 from lmtrain.models.attention.kernel import self_attend
-from lmtrain.models.cache import StackCache
+from lmtrain.models.cache import KvCache, StackCache
 from lmtrain.models.interface import NO_DOCUMENTS, Documents
 from lmtrain.models.layers.remat import BLOCK_INPUT, unfused
 from lmtrain.sharding.placement import constrain
@@ -68,9 +68,9 @@ class Attention(nn.Module):
         q, k, v = self.project(x, jnp.reshape(start, (-1, 1)) + jnp.arange(x.shape[1]))
         scores = self.scores(layer)
         kind, number = cache.find(self.config.mixers[0], layer)
-        state, keys = cache.states[kind].extend(k, v, number, scores.get("window"), start, count)
+        state, keys = KvCache(**cache.states[kind]).extend(k, v, number, scores.get("window"), start, count)
         mixed_BHSC = attend(q, keys.k, keys.v, first_query=start, key_at=keys.at, **scores)
-        return self.out(mixed_BHSC.transpose(0, 2, 1, 3)), cache.with_state(kind, state)
+        return self.out(mixed_BHSC.transpose(0, 2, 1, 3)), cache.with_state(kind, {"k": state.k, "v": state.v})
 
 
 def split_qkv(qkv_BSXHC: jax.Array, clip: float | None = None) -> tuple[jax.Array, jax.Array, jax.Array]:

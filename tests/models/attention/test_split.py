@@ -8,7 +8,7 @@ import sys
 import pytest
 from forked import fake_devices
 
-from lmtrain.models.attention.split import describe_split
+from lmtrain.models.mixer import describe_split
 
 SCRIPT = """
 import json

@@ -9,6 +9,7 @@ import pytest
 from lmtrain.models.cache import StackCache
 from lmtrain.models.interface import NO_DOCUMENTS
 from lmtrain.models.layers.block import Attention, Block, active, split_qkv
+from lmtrain.models.mixer import AttentionMixer
 
 
 class Doubling(nn.Module):
@@ -43,6 +44,7 @@ class Plain(Block):
 
 class Config:
     flash_attention_block_size = None
+    mixers = 2 * (AttentionMixer(hidden_dim=3, heads=1, kv_heads=1, head_width=3),)
 
 
 X = np.random.default_rng(0).normal(size=(2, 4, 3)).astype(np.float32)
@@ -59,12 +61,12 @@ def test_attention_and_mlp_are_added_to_the_stream_each_after_its_norm():
 def test_extending_a_cache_gives_the_same_block():
     block = Plain(Config(), "xla")
     whole, _ = block.apply({}, X, 0, True, NO_DOCUMENTS)
-    cache, parts = StackCache.empty((None, None), 2, 1, 4, 3, jnp.float32), []
+    cache, parts = StackCache.empty(Config.mixers, 2, 4, jnp.float32), []
     for start, end in ((0, 3), (3, 4)):
         (part, cache), _ = block.apply({}, (X[:, start:end], cache), 1, jnp.int32(start), method="extend")
         parts.append(part)
     np.testing.assert_allclose(np.concatenate(parts, axis=1), whole, rtol=1e-5)
-    assert not cache.caches[4].k[0].any()  # of the other layer
+    assert not cache.states[0]["k"][0].any()  # of the other layer
 
 
 def test_one_product_is_split_into_queries_keys_and_values_by_head_and_clipped():
