@@ -107,6 +107,9 @@ class AdaptedModel:
     def forgets(self) -> bool:
         return self.inner.forgets
 
+    def layers_of_modules(self) -> Mapping[str, Sequence[int]]:
+        return self.inner.layers_of_modules()
+
     @property
     def logit_cap(self) -> float | None:
         return self.inner.logit_cap

@@ -1,5 +1,6 @@
 """Settings that all model families share (sizes, RoPE, those read from Hugging Face), and the checks between sizes."""
 
+import importlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -193,6 +194,12 @@ class BaseModelConfig(Sizes):
         """All settings but those of execution, with defaults filled in: if they and the parameters of two models are
         equal, the models compute the same, except for rounding."""
         return self.model_dump(mode="json", include=settings_of(type(self), *set(Role) - {Role.EXECUTION}))
+
+    def build(self, vocab_size: int, attention: str) -> Any:
+        """The Linen module of this config, with the attention kernel of a name."""
+        family = type(self).__name__.removesuffix("Config")
+        module = importlib.import_module(type(self).__module__.removesuffix("config") + "model")
+        return getattr(module, f"{family}LM")(self, vocab_size, attention)
 
     @property
     def head_width(self) -> int:

@@ -16,7 +16,7 @@ from lmtrain.models.attention.names import PLAIN
 from lmtrain.models.cache import StackCache
 from lmtrain.models.interface import NO_DOCUMENTS, Documents
 from lmtrain.models.layers.linear import Embed
-from lmtrain.models.layers.stack import stack
+from lmtrain.models.layers.stack import layers_of_modules, stack
 from lmtrain.sharding.placement import constrain
 
 
@@ -71,6 +71,11 @@ class Decoder(nn.Module):
     def has_dropout(self) -> bool:
         has_dropout: bool = self.config.has_dropout
         return has_dropout
+
+    def layers_of_modules(self) -> dict[str, tuple[int, ...]]:
+        pattern, c = [(config, self.attention) for config in self.pattern], self.config
+        found = layers_of_modules(self.block, pattern, c.num_layers, c.hidden_dim)
+        return {f"blocks/{path}": layers for path, layers in found.items()}
 
     def setup(self) -> None:
         c = self.config

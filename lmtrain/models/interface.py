@@ -1,6 +1,6 @@
 """The interface of every language model: training, evaluation and sampling use only this."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -42,6 +42,9 @@ class LanguageModel(Protocol):
     @property
     def has_dropout(self) -> bool:
         """Whether training needs a `dropout` key."""
+
+    def layers_of_modules(self) -> Mapping[str, Sequence[int]]:
+        """The numbers of the layers that have each module of a stack, by its path; empty if all have all."""
 
     def init(self, key: jax.Array, tokens_BS: jax.Array) -> Any:
         """Linen's init: new variables, boxed with their logical names."""

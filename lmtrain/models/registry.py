@@ -18,9 +18,7 @@ if TYPE_CHECKING:
 
 def build_model(config: ModelConfig, vocab_size: int, attention: str = PLAIN) -> "LanguageModel":
     """The Linen module of a config. `attention` is a backend that supports the config."""
-    module = importlib.import_module(f"lmtrain.models.{config.type}.model")
-    name = type(config).__name__.removesuffix("Config") + "LM"
-    model: LanguageModel = getattr(module, name)(config, vocab_size, attention)
+    model: LanguageModel = config.build(vocab_size, attention)
     return model
 
 

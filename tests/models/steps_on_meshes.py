@@ -11,7 +11,9 @@ import sys
 import jax
 import numpy as np
 from models import families, quick
+from models.conv_mixer import conv_config
 
+from lmtrain.models.registry import build_model
 from lmtrain.sharding.config import PartitioningConfig
 from lmtrain.sharding.mesh import build_layout
 
@@ -32,6 +34,11 @@ SPLIT = {name: MESHES[name] for name in ("one", "fsdp and tensor")} | {"fsdp and
 MODELS = {
     "window": (families.window_model(4, **CAPS), MESHES, {}),
     "auxiliary": (families.auxiliary_model(), MESHES, {}),
+    "mixer": (
+        build_model(conv_config(), families.VOCAB),
+        {name: MESHES[name] for name in ("one", "fsdp and tensor")},
+        {},
+    ),
     "moe": (families.moe_model(), {"one": MESHES["one"], "fsdp and tensor": MESHES["fsdp and tensor"]}, {}),
     "mixed": (families.moe_model(**families.MIXED), EXPERTS, {}),
     "dense": (families.dense_model(), {"one": MESHES["one"]}, {}),

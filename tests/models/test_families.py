@@ -18,12 +18,12 @@ def found(tmp_path_factory):
     return json.loads(output.read_text())
 
 
-@pytest.mark.parametrize("model", ["window", "auxiliary"])
+@pytest.mark.parametrize("model", ["window", "auxiliary", "mixer"])
 def test_metrics_and_gradients_equal_those_of_one_device(found, model):
     cases = {name: case for name, case in found.items() if name.startswith(f"{model}, ")}
     assert len(cases) == 3
     expected = cases[f"{model}, one"]["metrics"]
-    assert ("train/routed" in expected) == (model != "window")
+    assert ("train/routed" in expected) == (model == "auxiliary")
     for name, case in cases.items():
         assert case["metrics"] == pytest.approx(expected, rel=1e-5), name
         assert max(case["errors"]) < 1e-5, name

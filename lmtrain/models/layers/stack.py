@@ -149,14 +149,9 @@ class PatternStack(nn.Module):
         every = list(range(len(self.pattern)))
         if all(len(leaf) == self.num_layers for leaf in stacked.values()):
             return dict.fromkeys(stacked, every)
-        shapes = [
-            flatten_dict(jax.eval_shape(self._initializer(block, x), jax.random.key(0))) for block in self._blocks()
-        ]
+        shapes = [flatten_dict(jax.eval_shape(_initializer(block, x), jax.random.key(0))) for block in self._blocks()]
         modules = [{path[:-1] for path in paths} for paths in shapes]
         return {path: [number for number in every if path[1:-1] in modules[number]] for path in stacked}
-
-    def _initializer(self, block: nn.Module, x: jax.Array) -> Callable[[jax.Array], Any]:
-        return lambda key: block.init({"params": key}, x, jnp.int32(0), True, NO_DOCUMENTS)["params"]
 
     def _new_parameters(self, x: jax.Array) -> Any:
         """Initial values: those of each layer are a function of its own key."""
@@ -164,7 +159,7 @@ class PatternStack(nn.Module):
         parts: dict[Path, list[Any]] = {}
         layers: dict[Path, list[int]] = {}
         for number, block in enumerate(self._blocks()[: self.num_layers]):
-            values = jax.lax.map(self._initializer(block, x), keys_N[number :: len(self.pattern)])
+            values = jax.lax.map(_initializer(block, x), keys_N[number :: len(self.pattern)])
             for path, value in flatten_dict(values).items():
                 parts.setdefault(path, []).append(value)
                 layers.setdefault(path, []).extend(range(number, self.num_layers, len(self.pattern)))
@@ -173,6 +168,29 @@ class PatternStack(nn.Module):
             for path, values in parts.items()
         }
         return nn.meta.add_axis(unflatten_dict(stacked), 0, {nn.PARTITION_NAME: "layers"})
+
+
+def _initializer(block: nn.Module, x: Any) -> Callable[[jax.Array], Any]:
+    """A function of a key that makes the parameters of a block whose input is like `x`."""
+    return lambda key: block.init({"params": key}, x, jnp.int32(0), True, NO_DOCUMENTS)["params"]
+
+
+def layers_of_modules(
+    block: type[nn.Module], pattern: Sequence[tuple[Any, ...]], num_layers: int, hidden_dim: int
+) -> dict[str, tuple[int, ...]]:
+    """The numbers of the layers that have each module of a block, by its path within the block; empty if all have all.
+    A module's parameters are stacked over these."""
+    if len(pattern) == 1:
+        return {}
+    x = np.zeros((1, 2, hidden_dim), np.float32)
+    owners: dict[str, set[int]] = {}
+    for number, arguments in enumerate(pattern):
+        made = block(*arguments, parent=None)
+        shapes = jax.eval_shape(_initializer(made, x), jax.random.key(0))
+        for path in flatten_dict(shapes):
+            owners.setdefault("/".join(path[:-1]), set()).add(number)
+    each = range(num_layers)
+    return {path: tuple(i for i in each if i % len(pattern) in numbers) for path, numbers in owners.items()}
 
 
 def stack(

@@ -286,7 +286,7 @@ def build_program(
     batching = choose_batching(trainer, layout.num_batch_shards)
     check_seq_len(config.model.seq_len, trainer.sequence_parts, any(split.needs_even for split in splits))
     log_attention(attention, needs, platform)
-    watch = Watch(trainer.watch, axes)
+    watch = Watch(trainer.watch, axes, model.layers_of_modules())
     abstract, shardings = state_in(layout)
     options = xla_options(trainer.xla_options, platform, devices[0].device_kind)
     if options:

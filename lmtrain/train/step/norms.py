@@ -3,7 +3,7 @@
 They are computed on the device within the step, and only in the steps that log them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -22,10 +22,14 @@ _PREFIXES = {"grads": "grad", "params": "params", "updates": "updates"}
 
 
 class Watch:
-    """Norms of the watched trees. `axes`: logical axis names of each parameter; stacked ones start with `layers`."""
+    """Norms of the watched trees. `axes`: logical axis names of each parameter; stacked ones start with `layers`.
+    `layers`: the numbers of the layers over which the parameters of a module are stacked, by its path; without it, all.
+    """
 
-    def __init__(self, config: WatchConfig, axes: Any):
+    def __init__(self, config: WatchConfig, axes: Any, layers: Mapping[str, Sequence[int]] | None = None):
         self._config = config
+        self._layers = dict(layers or {})
+        self._num_layers = 1 + max((max(numbers) for numbers in self._layers.values()), default=0)
         self._stacked = jax.tree.map(
             lambda names: names[0] == "layers", axes, is_leaf=lambda node: isinstance(node, tuple)
         )
@@ -61,7 +65,9 @@ class Watch:
                 if values.ndim == 0:
                     metrics[f"{prefix}/{name}"] = float(values)
                     continue
-                for layer, value in enumerate(values):
+                for layer, value in zip(
+                    self._layers.get(name.rpartition("/")[0], range(len(values))), values, strict=True
+                ):
                     metrics["/".join([prefix, first, str(layer), *([rest] if rest else [])])] = float(value)
         return metrics
 
@@ -78,6 +84,9 @@ class Watch:
         for path, square in by_path.items():
             if square.ndim:  # stacks of layers are at the top level of a model: blocks/attn/...
                 stack = path.partition("/")[0]
+                numbers = self._layers.get(path.rpartition("/")[0])
+                if numbers is not None:
+                    square = jnp.zeros(self._num_layers).at[jnp.array(numbers)].set(square)
                 layers[stack] = layers.get(stack, 0.0) + square
         total = sum(square.sum() for square in by_path.values())
         if not self._config.split_scan_layers:

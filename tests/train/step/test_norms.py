@@ -230,3 +230,25 @@ def test_norms_on_a_mesh_equal_those_on_one_device():
     assert len(one) == 3 * (1 + LAYERS * 13 + 4)
     for name, norms in found.items():
         assert norms == pytest.approx(one, rel=1e-4, abs=1e-6), name
+
+
+def test_norms_of_layers_that_have_other_parameters_are_under_the_numbers_of_these_layers():
+    """Layers 0 and 2 have a mixture of experts, layer 1 has one MLP."""
+    sizes = {"hidden_dim": 16, "intermediate_dim": 24, "num_heads": 2, "num_layers": 3, "seq_len": 8}
+    mixed = {"layer_pattern": ["full", {"attention": "full", "mlp": "dense"}], "moe": {"num_experts": 4}}
+    watch = {"watch_targets": ["params"], "include_per_parameter_norms": True, "interval": 1}
+    trainer = {"train_batch_size": 4, "watch": watch}
+    made = build_program(RunConfig(model={"type": "llama", **sizes, **mixed}, trainer=trainer, optimizer=SGD), VOCAB)
+    state, metrics, _ = made.train_step(made.init(), batch(0))
+    found = made.watch.by_name(jax.device_get(metrics[WATCH]))
+    leaves = {name: leaf for name, leaf in flat(state.params).items() if name.startswith("blocks/")}
+    of_layer = {layer: [] for layer in range(3)}
+    for name, leaf in leaves.items():
+        numbers = {3: (0, 1, 2), 2: (0, 2), 1: (1,)}[len(leaf)]
+        for layer, part in zip(numbers, leaf, strict=True):
+            of_layer[layer].append(part)
+            own = f"params/norm/blocks/{layer}/{name.removeprefix('blocks/')}"
+            assert found[own] == pytest.approx(norm(part), rel=1e-5), own
+    for layer, parts in of_layer.items():
+        assert found[f"params/norm/blocks/{layer}"] == pytest.approx(norm(*parts), rel=1e-5)
+    assert sum(name.startswith("params/norm/blocks/1/mlp") for name in found) == 3
