@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from lmtrain.hf.tokenizer import TextSizes
-from lmtrain.models.interface import LanguageModel, hidden_and_head
+from lmtrain.models.interface import LanguageModel, Outputs, outputs_of
 from lmtrain.models.params import cast_to_compute
 from lmtrain.objectives.cross_entropy import CrossEntropy, next_token_targets
 from lmtrain.sharding.mesh import Layout, MeshFunction
@@ -30,7 +30,7 @@ def build_eval_step(
     ones. `sizes` are those of the tokens' texts; without them the third value is 0. `options` are compiler options.
     """
 
-    def evaluate(hidden: jax.Array, head: jax.Array, batch: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def evaluate(outputs: Outputs, batch: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
         mask = batch["loss_mask"]
         if "documents" in batch:  # see `lmtrain/data/windows.py`
             mask = mask & (batch["documents"] % 2 == 0)
@@ -38,7 +38,7 @@ def build_eval_step(
         lengths = jnp.int32(0)
         if sizes is not None:
             lengths = jnp.where(mask, _text_bytes(sizes, batch), 0).sum()
-        loss = CrossEntropy().loss_sum(hidden, head, batch, model.vocab_size, model.logit_cap).total
+        loss = CrossEntropy().loss_sum(outputs, batch).total
         return loss, mask.sum(), lengths
 
     return build_forward_step(model, layout, compute_dtype, evaluate, options)
@@ -60,18 +60,17 @@ def build_forward_step(
     model: LanguageModel,
     layout: Layout,
     compute_dtype: str,
-    function: Callable[[jax.Array, jax.Array, Any], Any],
+    function: Callable[[Outputs, Any], Any],
     options: Mapping[str, Any] | None = None,
 ) -> MeshFunction:
-    """The jitted (params, batch) -> `function(hidden states, head, batch)` on every device, without dropout.
+    """The jitted (params, batch) -> `function(outputs, batch)` on every device, without dropout.
 
     `options` are compiler options.
     """
 
     def forward(params: Any, batch: Any) -> Any:
         variables = {"params": cast_to_compute(params, compute_dtype)}
-        hidden, head = model.apply(variables, batch, True, method=hidden_and_head)
-        return function(hidden, head, batch)
+        return function(model.apply(variables, batch, True, method=outputs_of), batch)
 
     jitted = jax.jit(forward, out_shardings=layout.replicated, compiler_options=dict(options or {}))
     return MeshFunction(layout, jitted)

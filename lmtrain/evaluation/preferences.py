@@ -10,6 +10,7 @@ import jax
 from lmtrain.evaluation.config import EvaluationConfig
 from lmtrain.evaluation.eval_step import build_forward_step, read_ahead
 from lmtrain.evaluation.interface import Context
+from lmtrain.models.interface import Outputs
 from lmtrain.objectives.interface import Objective
 from lmtrain.objectives.preferences import Preferences
 from lmtrain.sharding.mesh import MeshFunction
@@ -60,10 +61,9 @@ def build(config: EvaluationConfig) -> PreferenceEvaluator | None:
 
 def _build_step(context: Context, objective: Objective) -> MeshFunction:
     """The jitted (params, batch) -> sums over the pairs of a batch by name, and their number."""
-    model = context.model
 
-    def evaluate(hidden: jax.Array, head: jax.Array, batch: Any) -> dict[str, jax.Array]:
-        terms = objective.loss_sum(hidden, head, batch, model.vocab_size, model.logit_cap)
+    def evaluate(outputs: Outputs, batch: Any) -> dict[str, jax.Array]:
+        terms = objective.loss_sum(outputs, batch)
         return {"pairs": objective.weights(batch).sum(), "loss": terms.total, **terms.logged}
 
-    return build_forward_step(model, context.layout, context.compute_dtype, evaluate, context.xla_options)
+    return build_forward_step(context.model, context.layout, context.compute_dtype, evaluate, context.xla_options)

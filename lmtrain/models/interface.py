@@ -5,6 +5,7 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 
 
 class Documents(NamedTuple):
@@ -74,12 +75,31 @@ class LanguageModel(Protocol):
         """
 
 
-def hidden_and_head(
-    model: LanguageModel, batch: Mapping[str, jax.Array], deterministic: bool
-) -> tuple[jax.Array, jax.Array]:
-    """Hidden states and head in one `apply(..., method=hidden_and_head)`, so that a tied table is gathered once.
-    For `batch` see `lmtrain/data/batches.py`."""
+class Head(struct.PyTreeNode):
+    """An output of a model, from which logits follow: hidden states [B, S, D] and the head's matrix [V, D].
+
+    Logits are `hidden @ matrix.T`, or with a `cap` cap * tanh(that / cap); rows of the matrix from `vocab_size` on are
+    padding, None: there are none.
+    """
+
+    hidden: jax.Array
+    matrix: jax.Array
+    vocab_size: int | None = struct.field(pytree_node=False, default=None)
+    cap: float | None = struct.field(pytree_node=False, default=None)
+
+
+# The output that evaluation, sampling and most objectives read: the next token of each position.
+MAIN = "next_token"
+
+# The outputs of a model by name.
+Outputs = Mapping[str, Head]
+
+
+def outputs_of(model: LanguageModel, batch: Mapping[str, jax.Array], deterministic: bool) -> Outputs:
+    """The outputs of a model in one `apply(..., method=outputs_of)`, so that a tied table is gathered once. For `batch`
+    see `lmtrain/data/batches.py`."""
     mask = batch.get("loss_mask")
     used = None if mask is None else jax.lax.cummax(mask.astype(jnp.int32), axis=1, reverse=True) > 0
     documents = Documents(batch.get("segments"), batch.get("positions"), used)
-    return model.hidden(batch["tokens"], deterministic, documents), model.head()
+    hidden = model.hidden(batch["tokens"], deterministic, documents)
+    return {MAIN: Head(hidden, model.head(), model.vocab_size, model.logit_cap)}

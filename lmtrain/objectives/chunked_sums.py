@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from lmtrain.models.interface import Head
 from lmtrain.sharding.local import num_parts, per_device, platform, scatter_sum, split_over, sum_over
 from lmtrain.sharding.placement import stream_axes
 
@@ -54,17 +55,14 @@ class Chunks(NamedTuple):
     @classmethod
     def of(
         cls,
-        hidden_BSD: jax.Array,
-        head_VD: jax.Array,
-        vocab_size: int | None,
-        cap: float | None = None,
+        head: Head,
         arrays: int = 1,
     ) -> "Chunks":
         """The split in the program being traced, for these global arrays; `arrays` of logits are in memory at once."""
-        batch, positions, vocab = split_over("act_batch"), stream_axes(hidden_BSD.shape[1]), split_over("act_vocab")
-        entries = head_VD.shape[0]
-        chunks = cls(batch, positions, vocab, 0, vocab_size or entries, entries, cap)
-        rows = hidden_BSD.shape[0] * hidden_BSD.shape[1] // num_parts(chunks.rows)
+        batch, positions, vocab = split_over("act_batch"), stream_axes(head.hidden.shape[1]), split_over("act_vocab")
+        entries = head.matrix.shape[0]
+        chunks = cls(batch, positions, vocab, 0, head.vocab_size or entries, entries, head.cap)
+        rows = head.hidden.shape[0] * head.hidden.shape[1] // num_parts(chunks.rows)
         return chunks._replace(size=rows_at_once(rows, arrays * entries // num_parts(vocab), platform()))
 
     @property
@@ -100,9 +98,7 @@ class Chunks(NamedTuple):
         rows = chunks.reshape(-1, *chunks.shape[2:])[: batch * length]
         return rows.reshape(batch, length, *rows.shape[1:])
 
-    def map_rows(
-        self, function: Callable[..., Any], hidden_BSD: jax.Array, head_VD: jax.Array, *arrays_BS: jax.Array
-    ) -> Any:
+    def map_rows(self, function: Callable[..., Any], of: Head, *arrays_BS: jax.Array) -> Any:
         """`function(logits [T, V], head, rows of each array [T])` of each chunk -> a tree of results, [B, S] each."""
 
         def local(hidden: jax.Array, head: jax.Array, *arrays: jax.Array) -> Any:
@@ -114,7 +110,7 @@ class Chunks(NamedTuple):
 
         rows = self.of_rows
         specs = (rows, self.of_head, *(rows for _ in arrays_BS))
-        return per_device(local, specs, rows)(hidden_BSD, head_VD, *arrays_BS)
+        return per_device(local, specs, rows)(of.hidden, of.matrix, *arrays_BS)
 
     def first_token(self, head_VD: jax.Array) -> jax.Array | int:
         """The id of the first token in this device's part of the vocabulary."""
@@ -215,20 +211,12 @@ class _Arguments(NamedTuple):
 
 
 def sum_of_losses(
-    loss: ChunkLoss,
-    hidden_BSD: jax.Array,
-    head_VD: jax.Array,
-    targets_BS: jax.Array,
-    weights_BS: jax.Array,
-    vocab_size: int | None = None,
-    logit_cap: float | None = None,
-    teacher: Teacher = (),
+    loss: ChunkLoss, head: Head, targets_BS: jax.Array, weights_BS: jax.Array, teacher: Head | None = None
 ) -> jax.Array:
-    """sum over positions of weight * loss(row of hidden @ head.T and its target), float32.
+    """sum over positions of weight * loss(row of the logits of `head` and its target), float32.
 
-    Weights are float32, or bool for 0 and 1; rows with weight 0 are ignored. Rows of the head from `vocab_size` on are
-    padding and are ignored too. With a `logit_cap`, logits are cap * tanh(logits / cap). A `teacher` has no gradients;
-    its head has as many rows.
+    Weights are float32, or bool for 0 and 1; rows with weight 0 are ignored. A `teacher` has no gradients; its matrix
+    has as many rows.
 
     Products with the head run in the inputs' precision; row statistics and all sums are float32. Each device computes
     its own rows in chunks. With gradients, those of each chunk are computed right after its loss, from the same logits:
@@ -236,9 +224,10 @@ def sum_of_losses(
     Inside the loop, devices exchange only a few floats per row, and only if the vocabulary is split: the head is
     gathered before the loop, and its gradient is summed over devices after it.
     """
-    chunks = Chunks.of(hidden_BSD, head_VD, vocab_size, logit_cap, arrays=1 + len(teacher) // 2)
+    chunks = Chunks.of(head, arrays=1 if teacher is None else 2)
     static = _Arguments(loss, chunks, split_over("vocab"), split_over("embed"))
-    return _summed(hidden_BSD, head_VD, targets_BS, weights_BS, teacher, static)
+    taught = () if teacher is None else (teacher.hidden, teacher.matrix)
+    return _summed(head.hidden, head.matrix, targets_BS, weights_BS, taught, static)
 
 
 def weighted(losses_T: jax.Array, weight_T: jax.Array) -> jax.Array:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
+from lmtrain.models.interface import MAIN, Head, Outputs
 from lmtrain.objectives.chunked_sums import Chunks
 from lmtrain.objectives.interface import LossTerms
 from lmtrain.objectives.row_losses import LogitStatistics, sum_of_row_losses
@@ -44,17 +45,9 @@ class CrossEntropy:
     def weights(self, batch: Mapping[str, jax.Array]) -> jax.Array:
         return batch["loss_mask"]
 
-    def loss_sum(
-        self,
-        hidden_BSD: jax.Array,
-        head_VD: jax.Array,
-        batch: Mapping[str, jax.Array],
-        vocab_size: int,
-        logit_cap: float | None = None,
-    ) -> LossTerms:
-        targets, weights = next_token_targets(batch["tokens"]), self.weights(batch)
-        total = sum_of_row_losses(self.row, hidden_BSD, head_VD, targets, weights, vocab_size, logit_cap)
-        return LossTerms(total, {})
+    def loss_sum(self, outputs: Outputs, batch: Mapping[str, jax.Array]) -> LossTerms:
+        targets = next_token_targets(batch["tokens"])
+        return LossTerms(sum_of_row_losses(self.row, outputs[MAIN], targets, self.weights(batch)), {})
 
 
 @dataclass(frozen=True)
@@ -74,18 +67,15 @@ def next_token_targets(tokens_BS: jax.Array) -> jax.Array:
 _BLOCK = 128
 
 
-def sample_targets(
-    hidden_BSD: jax.Array, head_VD: jax.Array, key: jax.Array, vocab_size: int, logit_cap: float | None = None
-) -> jax.Array:
-    """A token for each position, sampled from the softmax of the logits `hidden @ head.T`, capped if there is a cap.
-    -> int32 [B, S]
+def sample_targets(head: Head, key: jax.Array) -> jax.Array:
+    """A token for each position, sampled from the softmax of its logits. -> int32 [B, S]
 
     One uniform number per position, generated from `key` alone, is looked up in the cumulative probabilities: except
     for rounding, the samples do not depend on how rows and vocabulary are split.
     """
-    chunks = Chunks.of(hidden_BSD, head_VD, vocab_size, logit_cap)
-    uniform_BS = jax.random.uniform(key, hidden_BSD.shape[:2])
-    drawn: jax.Array = chunks.map_rows(functools.partial(_draw, chunks), hidden_BSD, head_VD, uniform_BS)
+    chunks = Chunks.of(head)
+    uniform_BS = jax.random.uniform(key, head.hidden.shape[:2])
+    drawn: jax.Array = chunks.map_rows(functools.partial(_draw, chunks), head, uniform_BS)
     return drawn
 
 

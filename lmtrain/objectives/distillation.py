@@ -8,17 +8,19 @@ the size of the gradients.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from lmtrain.models.interface import MAIN, Head, Outputs
 from lmtrain.objectives.chunked_sums import Chunk, sum_of_losses, weighted
 from lmtrain.objectives.cross_entropy import next_token_targets
 from lmtrain.objectives.interface import LossTerms
 from lmtrain.sharding.local import sum_over
 
-# Arrays that the step adds to a batch: the teacher's hidden states and head.
-TEACHER = ("teacher_hidden", "teacher_head")
+# What the step adds to a batch: the main output of the teacher.
+TAUGHT = "taught"
 
 
 @dataclass(frozen=True)
@@ -59,22 +61,13 @@ class Distillation:
 
     temperature: float
     alpha: float
-    teacher_cap: float | None = None
 
     def weights(self, batch: Mapping[str, jax.Array]) -> jax.Array:
         return batch["loss_mask"]
 
-    def loss_sum(
-        self,
-        hidden_BSD: jax.Array,
-        head_VD: jax.Array,
-        batch: Mapping[str, jax.Array],
-        vocab_size: int,
-        logit_cap: float | None = None,
-    ) -> LossTerms:
-        """See `Objective`; the batch has the arrays `TEACHER`, too."""
-        loss = _Divergence(self.temperature, self.alpha, self.teacher_cap)
-        targets, weights = next_token_targets(batch["tokens"]), self.weights(batch)
-        teacher = batch[TEACHER[0]], batch[TEACHER[1]]
-        total = sum_of_losses(loss, hidden_BSD, head_VD, targets, weights, vocab_size, logit_cap, teacher)
-        return LossTerms(total, {})
+    def loss_sum(self, outputs: Outputs, batch: Mapping[str, Any]) -> LossTerms:
+        """See `Objective`; the batch has `TAUGHT`, too."""
+        teacher: Head = batch[TAUGHT]
+        loss = _Divergence(self.temperature, self.alpha, teacher.cap)
+        targets = next_token_targets(batch["tokens"])
+        return LossTerms(sum_of_losses(loss, outputs[MAIN], targets, self.weights(batch), teacher), {})

@@ -6,6 +6,8 @@ from typing import NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
+from lmtrain.models.interface import Outputs
+
 
 class LossTerms(NamedTuple):
     """The sum of losses times weights, a float32 scalar; and sums of other values by name, whose means are logged."""
@@ -24,19 +26,9 @@ class Objective(Protocol):
     def weights(self, batch: Mapping[str, jax.Array]) -> jax.Array:
         """The weight of each position in the mean, [B, S], float32, or bool for weights of 0 and 1; or of each pair."""
 
-    def loss_sum(
-        self,
-        hidden_BSD: jax.Array,
-        head_VD: jax.Array,
-        batch: Mapping[str, jax.Array],
-        vocab_size: int,
-        logit_cap: float | None = None,
-    ) -> LossTerms:
-        """The sum over all positions of loss times weight.
-
-        Logits are `hidden @ head.T`, or with a `logit_cap` cap * tanh(that / cap); rows of the head from `vocab_size`
-        on are padding. `sum_of_losses` computes such sums without the logits of the entire batch.
-        """
+    def loss_sum(self, outputs: Outputs, batch: Mapping[str, jax.Array]) -> LossTerms:
+        """The sum over all positions of loss times weight. `sum_of_losses` computes such sums without the logits of the
+        entire batch."""
 
 
 def sum_of_weights(objective: Objective, batch: Mapping[str, jax.Array]) -> jax.Array:

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from lmtrain.models.interface import MAIN, Outputs
 from lmtrain.objectives.cross_entropy import next_token_targets
 from lmtrain.objectives.interface import LossTerms
 from lmtrain.objectives.row_losses import target_log_probs
@@ -84,20 +85,13 @@ class Preferences:
         """Which pairs count, bool [B, P]."""
         return _are_complete(_by_answer(batch["loss_mask"], batch))
 
-    def loss_sum(
-        self,
-        hidden_BSD: jax.Array,
-        head_VD: jax.Array,
-        batch: Mapping[str, jax.Array],
-        vocab_size: int,
-        logit_cap: float | None = None,
-    ) -> LossTerms:
+    def loss_sum(self, outputs: Outputs, batch: Mapping[str, jax.Array]) -> LossTerms:
         """The sum of losses over pairs; logged are rewards, their accuracy, and log-probabilities, under TRL's names.
 
         The reward of an answer is b * log p, less that by the reference.
         """
         targets = next_token_targets(batch["tokens"])
-        log_probs_BS = target_log_probs(hidden_BSD, head_VD, targets, vocab_size, logit_cap)
+        log_probs_BS = target_log_probs(outputs[MAIN], targets)
         tokens_BP2 = _by_answer(batch["loss_mask"], batch)
         counts_BP = _are_complete(tokens_BP2)
         per_answer_BP2 = jnp.maximum(tokens_BP2, 1)
@@ -132,16 +126,10 @@ class Preferences:
         return LossTerms(total(losses), {name: total(jax.lax.stop_gradient(logged[name])) for name in logged})
 
 
-def answer_log_probs(
-    hidden_BSD: jax.Array,
-    head_VD: jax.Array,
-    batch: Mapping[str, jax.Array],
-    vocab_size: int,
-    logit_cap: float | None = None,
-) -> jax.Array:
+def answer_log_probs(outputs: Outputs, batch: Mapping[str, jax.Array]) -> jax.Array:
     """The log-probability of each document's target tokens, [B, S] float32: entry n of a row is that of document n."""
     targets = next_token_targets(batch["tokens"])
-    log_probs = target_log_probs(hidden_BSD, head_VD, targets, vocab_size, logit_cap)
+    log_probs = target_log_probs(outputs[MAIN], targets)
     return sum_by_document(jnp.where(batch["loss_mask"], log_probs, 0.0), batch["documents"])
 
 

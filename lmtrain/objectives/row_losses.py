@@ -5,13 +5,13 @@ A row is a position of a sequence. A loss depends on the logits through a few st
 gradients with respect to the logits are implemented here. So such an objective needs no handwritten gradient.
 """
 
-import functools
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 
+from lmtrain.models.interface import Head
 from lmtrain.objectives.chunked_sums import Chunk, Chunks, sum_of_losses, weighted
 from lmtrain.sharding.local import sum_over
 
@@ -23,25 +23,19 @@ class TargetScores(NamedTuple):
     is_best: jax.Array
 
 
-def score_targets(
-    hidden_BTD: jax.Array,
-    head_VD: jax.Array,
-    targets_BT: jax.Array,
-    vocab_size: int | None = None,
-    logit_cap: float | None = None,
-) -> TargetScores:
-    """Score each target by the logits `hidden @ head.T` of its own position, capped if there is a cap.
+def score_targets(head: Head, targets_BT: jax.Array) -> TargetScores:
+    """Score each target by the logits of its own position.
 
-    Rows of the head from `vocab_size` on are padding. Products run in the inputs' precision, all else in float32. Of
+    Products run in the inputs' precision, all else in float32. Of
     several most likely tokens the first one counts, as in argmax.
     """
-    chunks = Chunks.of(hidden_BTD, head_VD, vocab_size, logit_cap)
+    chunks = Chunks.of(head)
 
-    def score(logits: jax.Array, head: jax.Array, target: jax.Array) -> TargetScores:
-        log_prob = chunks.chosen(logits, head, target) - chunks.log_sum(logits)
-        return TargetScores(log_prob, chunks.most_likely(logits, head) == target)
+    def score(logits: jax.Array, matrix: jax.Array, target: jax.Array) -> TargetScores:
+        log_prob = chunks.chosen(logits, matrix, target) - chunks.log_sum(logits)
+        return TargetScores(log_prob, chunks.most_likely(logits, matrix) == target)
 
-    scores: TargetScores = chunks.map_rows(score, hidden_BTD, head_VD, targets_BT)
+    scores: TargetScores = chunks.map_rows(score, head, targets_BT)
     return scores
 
 
@@ -69,17 +63,9 @@ class RowLoss(Protocol):
     def __call__(self, row: LogitStatistics) -> jax.Array: ...
 
 
-def sum_of_row_losses(
-    loss: RowLoss,
-    hidden_BSD: jax.Array,
-    head_VD: jax.Array,
-    targets_BS: jax.Array,
-    weights_BS: jax.Array,
-    vocab_size: int | None = None,
-    logit_cap: float | None = None,
-) -> jax.Array:
-    """sum over positions of weight * loss(row of hidden @ head.T and its target), float32; see `sum_of_losses`."""
-    return sum_of_losses(_OfStatistics(loss), hidden_BSD, head_VD, targets_BS, weights_BS, vocab_size, logit_cap)
+def sum_of_row_losses(loss: RowLoss, head: Head, targets_BS: jax.Array, weights_BS: jax.Array) -> jax.Array:
+    """sum over positions of weight * loss(row of the logits and its target), float32; see `sum_of_losses`."""
+    return sum_of_losses(_OfStatistics(loss), head, targets_BS, weights_BS)
 
 
 @dataclass(frozen=True)
@@ -129,35 +115,23 @@ class _LogProb:
         return row.chosen - row.log_sum
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def target_log_probs(
-    hidden_BSD: jax.Array,
-    head_VD: jax.Array,
-    targets_BS: jax.Array,
-    vocab_size: int | None = None,
-    logit_cap: float | None = None,
-) -> jax.Array:
-    """The log-probability of each target by the logits `hidden @ head.T`, capped if there is a cap. -> [B, S] float32
+@jax.custom_vjp
+def target_log_probs(head: Head, targets_BS: jax.Array) -> jax.Array:
+    """The log-probability of each target. -> [B, S] float32
 
     For losses that need all of them before the weight of any is known. Gradients recompute the logits in chunks: four
     products with the head, one more than those of `sum_of_row_losses`.
     """
-    return score_targets(hidden_BSD, head_VD, targets_BS, vocab_size, logit_cap).log_prob
+    return score_targets(head, targets_BS).log_prob
 
 
-def _forward(
-    hidden: jax.Array, head: jax.Array, targets: jax.Array, vocab_size: int | None, logit_cap: float | None
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
-    return target_log_probs(hidden, head, targets, vocab_size, logit_cap), (hidden, head, targets)
+def _forward(head: Head, targets: jax.Array) -> tuple[jax.Array, tuple[Head, jax.Array]]:
+    return target_log_probs(head, targets), (head, targets)
 
 
-def _backward(vocab_size: int | None, logit_cap: float | None, saved: Any, upstream_BS: jax.Array) -> tuple[Any, ...]:
-    hidden, head, targets = saved
-
-    def weighted(hidden: jax.Array, head: jax.Array) -> jax.Array:
-        return sum_of_row_losses(_LogProb(), hidden, head, targets, upstream_BS, vocab_size, logit_cap)
-
-    return *jax.grad(weighted, (0, 1))(hidden, head), None
+def _backward(saved: tuple[Head, jax.Array], upstream_BS: jax.Array) -> tuple[Head, None]:
+    head, targets = saved
+    return jax.grad(lambda head: sum_of_row_losses(_LogProb(), head, targets, upstream_BS))(head), None
 
 
 target_log_probs.defvjp(_forward, _backward)

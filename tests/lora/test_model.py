@@ -12,7 +12,7 @@ from flax.linen import meta
 from models import quick
 
 from lmtrain.lora.model import ADAPTERS, BASE, adapt, start_from
-from lmtrain.models.interface import hidden_and_head
+from lmtrain.models.interface import MAIN, outputs_of
 from lmtrain.models.params import initializer
 from lmtrain.models.registry import build_model
 from lmtrain.run.config import RunConfig
@@ -56,7 +56,7 @@ def test_dropout_changes_training_only_and_only_through_the_adapters():
 
     def hidden(params, deterministic):
         rngs = {"dropout": jax.random.key(0)}
-        return model.apply({"params": params}, batch, deterministic, method=hidden_and_head, rngs=rngs)[0]
+        return model.apply({"params": params}, batch, deterministic, method=outputs_of, rngs=rngs)[MAIN].hidden
 
     assert model.has_dropout
     np.testing.assert_array_equal(hidden(params, False), hidden(params, True))  # B is zero
@@ -64,7 +64,9 @@ def test_dropout_changes_training_only_and_only_through_the_adapters():
     params = {BASE: params[BASE], ADAPTERS: noisy}
     with_dropout = hidden(params, False)
     assert (
-        np.abs(with_dropout - adapted("llama").apply({"params": params}, batch, True, method=hidden_and_head)[0]).max()
+        np.abs(
+            with_dropout - adapted("llama").apply({"params": params}, batch, True, method=outputs_of)[MAIN].hidden
+        ).max()
         > 0.01
     )
     np.testing.assert_array_equal(with_dropout, hidden(params, False))

@@ -7,8 +7,9 @@ import pytest
 import torch
 from models import quick
 
+from lmtrain.models.interface import MAIN, Head
 from lmtrain.objectives.config import DistillConfig
-from lmtrain.objectives.distillation import TEACHER
+from lmtrain.objectives.distillation import TAUGHT
 from lmtrain.objectives.registry import build_objective
 from lmtrain.train.step.state import TrainState
 
@@ -52,11 +53,11 @@ def by_torch(temperature, alpha, cap, their_cap):
 @pytest.mark.parametrize(("cap", "their_cap"), [(None, None), (2.0, 3.0)])
 def test_loss_and_gradients_equal_those_of_torch(chunks, temperature, alpha, cap, their_cap):
     config = DistillConfig(teacher="teacher", temperature=temperature, alpha=alpha)
-    objective = build_objective(config, 0.0, their_cap)
+    objective = build_objective(config, 0.0)
 
     def loss(hidden, head):
-        batch = BATCH | dict(zip(TEACHER, (THEIRS, THEIR_HEAD), strict=True))
-        return objective.loss_sum(hidden, head, batch, VOCAB, cap).total
+        batch = BATCH | {TAUGHT: Head(THEIRS, THEIR_HEAD, VOCAB, their_cap)}
+        return objective.loss_sum({MAIN: Head(hidden, head, VOCAB, cap)}, batch).total
 
     expected, *gradients = by_torch(temperature, alpha, cap, their_cap)
     assert float(loss(HIDDEN, HEAD)) == pytest.approx(expected, rel=1e-5)
@@ -68,8 +69,10 @@ def test_loss_and_gradients_equal_those_of_torch(chunks, temperature, alpha, cap
 
 def test_a_student_that_is_its_teacher_has_no_loss_and_no_gradient():
     objective = build_objective(DistillConfig(teacher="teacher", temperature=2.0), 0.0)
-    batch = BATCH | dict(zip(TEACHER, (HIDDEN, HEAD), strict=True))
-    loss, gradients = jax.value_and_grad(lambda h: objective.loss_sum(h, HEAD, batch, VOCAB).total)(HIDDEN)
+    batch = BATCH | {TAUGHT: Head(HIDDEN, HEAD, VOCAB)}
+    loss, gradients = jax.value_and_grad(lambda h: objective.loss_sum({MAIN: Head(h, HEAD, VOCAB)}, batch).total)(
+        HIDDEN
+    )
     assert abs(float(loss)) < 1e-5
     assert np.abs(gradients).max() < 1e-5
 

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from lmtrain.models.interface import Head
 from lmtrain.objectives.chunked_sums import Chunks, rows_at_once
 
 
@@ -28,7 +29,7 @@ def test_chunks_on_a_cpu_fit_its_caches(rows, vocab, expected):
 
 def test_rows_are_cut_and_joined_and_the_last_chunk_is_padded_with_zeros(chunks):
     array = np.arange(1.0, 37.0).reshape(2, 6, 3)
-    split = Chunks.of(array, np.zeros((7, 3)), None)
+    split = Chunks.of(Head(array, np.zeros((7, 3))))
     cut = np.asarray(split.cut(array))
     assert cut.shape == (-(-12 // chunks), chunks, 3)
     assert not cut.reshape(-1, 3)[12:].any()
@@ -37,11 +38,11 @@ def test_rows_are_cut_and_joined_and_the_last_chunk_is_padded_with_zeros(chunks)
 
 def test_functions_of_rows_get_their_logits_and_padding_of_the_vocabulary_counts_as_no_token(chunks):
     hidden, head = np.arange(24.0).reshape(2, 6, 2), np.array([[1.0, 0], [0, 1], [9, 9]])
-    split = Chunks.of(hidden, head, vocab_size=2)
+    split = Chunks.of(Head(hidden, head, 2))
 
     def of_rows(logits, head, number):
         return {"log sum": split.log_sum(logits), "second": split.chosen(logits, head, number * 0 + 1)}
 
-    found = split.map_rows(of_rows, hidden, head, np.arange(12).reshape(2, 6))
+    found = split.map_rows(of_rows, Head(hidden, head), np.arange(12).reshape(2, 6))
     np.testing.assert_array_equal(found["second"], hidden[..., 1])
     np.testing.assert_allclose(found["log sum"], np.logaddexp(hidden[..., 0], hidden[..., 1]), rtol=1e-6)

@@ -9,7 +9,7 @@ from objectives.pairs_of_answers import packed, random_pairs, trl_loss
 from lmtrain.lora.config import LoraConfig
 from lmtrain.lora.model import adapt
 from lmtrain.models.gpt2.config import Gpt2Config
-from lmtrain.models.interface import hidden_and_head
+from lmtrain.models.interface import MAIN, outputs_of
 from lmtrain.models.llama.config import LlamaConfig
 from lmtrain.models.mpt.config import MptConfig
 from lmtrain.objectives.config import DpoConfig, OrpoConfig
@@ -111,16 +111,16 @@ def test_losses_and_gradients_of_families_equal_the_formulas(family, adapts):
     batch = packed([pairs], 24, reference)
 
     def apply(params, ids):
-        hidden, head = adapted.apply({"params": params}, {"tokens": ids}, True, method=hidden_and_head)
-        return (hidden @ head.T)[..., :VOCAB]
+        head = adapted.apply({"params": params}, {"tokens": ids}, True, method=outputs_of)[MAIN]
+        return (head.hidden @ head.matrix.T)[..., :VOCAB]
 
     for name in OF:
         (loss, _), gradients = expected(name, apply, params, pairs, reference)
         objective = build_objective(OF[name], 0.0)
 
         def ours(params, objective=objective):
-            hidden, head = adapted.apply({"params": params}, batch, True, method=hidden_and_head)
-            total = objective.loss_sum(hidden, head, batch, VOCAB).total
+            outputs = adapted.apply({"params": params}, batch, True, method=outputs_of)
+            total = objective.loss_sum(outputs, batch).total
             return total / objective.weights(batch).sum()
 
         found, others = jax.jit(jax.value_and_grad(ours))(params)

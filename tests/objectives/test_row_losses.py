@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from lmtrain.models.interface import Head
 from lmtrain.objectives.cross_entropy import CrossEntropyRow, next_token_targets
 from lmtrain.objectives.row_losses import sum_of_row_losses
 
@@ -22,7 +23,7 @@ MASKS = {
 
 
 def summed_cross_entropy(hidden, head, targets, weights, vocab_size=None, row=CrossEntropyRow()):  # noqa: B008
-    return sum_of_row_losses(row, hidden, head, targets, weights, vocab_size)
+    return sum_of_row_losses(row, Head(hidden, head, vocab_size), targets, weights)
 
 
 def naive(hidden, head, targets, mask, z=0.0, smoothing=0.0):
@@ -61,7 +62,7 @@ def test_capped_logits(chunks, vocab_size):
         return -(jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], 2)[..., 0] * mask).sum()
 
     def capped(hidden, head):
-        return sum_of_row_losses(CrossEntropyRow(), hidden, head, targets, mask, vocab_size, cap)
+        return sum_of_row_losses(CrossEntropyRow(), Head(hidden, head, vocab_size, cap), targets, mask)
 
     (value, found), (loss, expected) = (jax.value_and_grad(f, (0, 1))(HIDDEN, HEAD) for f in (capped, plain))
     assert float(value) == pytest.approx(float(loss), rel=1e-5)

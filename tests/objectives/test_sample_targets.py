@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from objectives.test_row_losses import HEAD, HIDDEN, B, D, S, V
 
+from lmtrain.models.interface import Head
 from lmtrain.objectives.cross_entropy import _BLOCK, sample_targets
 
 DRAWS = 4000
@@ -17,7 +18,7 @@ LARGEST_CHI_SQUARE = 31.8
 def draw(hidden, head, vocab_size: int, number: int = DRAWS):
     """[number, B, S]"""
     keys = jax.random.split(jax.random.key(11), number)
-    return np.asarray(jax.jit(jax.vmap(lambda key: sample_targets(hidden, head, key, vocab_size)))(keys))
+    return np.asarray(jax.jit(jax.vmap(lambda key: sample_targets(Head(hidden, head, vocab_size), key)))(keys))
 
 
 def chi_square(counts, expected):
@@ -53,14 +54,14 @@ def test_sampled_targets_of_different_positions_and_rows_are_independent(chunks)
 
 
 def test_the_same_key_samples_the_same_targets():
-    one, other = (sample_targets(HIDDEN, HEAD, jax.random.key(2), V) for _ in range(2))
+    one, other = (sample_targets(Head(HIDDEN, HEAD, V), jax.random.key(2)) for _ in range(2))
     np.testing.assert_array_equal(one, other)
-    assert (one != sample_targets(HIDDEN, HEAD, jax.random.key(3), V)).any()
+    assert (one != sample_targets(Head(HIDDEN, HEAD, V), jax.random.key(3))).any()
 
 
 @pytest.mark.parametrize("token", [0, _BLOCK - 1, _BLOCK, 2 * _BLOCK - 1])
 def test_the_first_and_last_token_of_each_block_of_the_vocabulary_are_drawn(token):
     head = np.zeros((2 * _BLOCK, D), np.float32)
     head[token] = 5  # a logit of 25, where all others have 0
-    drawn = sample_targets(np.ones((B, S, D), np.float32), head, jax.random.key(4), 2 * _BLOCK)
+    drawn = sample_targets(Head(np.ones((B, S, D), np.float32), head, 2 * _BLOCK), jax.random.key(4))
     assert (np.asarray(drawn) == token).all()

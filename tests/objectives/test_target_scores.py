@@ -4,6 +4,7 @@ import jax
 import numpy as np
 from objectives.test_row_losses import HEAD, HIDDEN, TARGETS
 
+from lmtrain.models.interface import Head
 from lmtrain.objectives.row_losses import score_targets
 
 
@@ -12,7 +13,7 @@ def test_scores_are_log_probabilities_and_the_first_of_equal_tokens_is_the_most_
     logits = HIDDEN.astype(np.float64) @ head[:13].astype(np.float64).T
     targets = TARGETS.copy()
     targets[0], targets[1, :2] = logits[0].argmax(-1), 12
-    found = jax.jit(lambda *arrays: score_targets(*arrays, vocab_size=13))(HIDDEN, head, targets)
+    found = jax.jit(lambda *arrays: score_targets(Head(*arrays[:2], 13), arrays[2]))(HIDDEN, head, targets)
     expected = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     chosen = np.take_along_axis(expected, targets[..., None], -1)[..., 0]
     np.testing.assert_allclose(found.log_prob, chosen, rtol=1e-5, atol=1e-5)

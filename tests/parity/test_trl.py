@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 
 from lmtrain.data.config import DataConfig
 from lmtrain.hf.tokenizer import load_tokenizer
-from lmtrain.models.interface import hidden_and_head
+from lmtrain.models.interface import outputs_of
 from lmtrain.models.registry import hf_family
 from lmtrain.objectives.config import DpoConfig, OrpoConfig
 from lmtrain.objectives.registry import build_objective
@@ -102,8 +102,7 @@ def test_losses_and_gradients_are_those_of_trl(in_torch, tmp_path, name, kind):
     batch = packed([pairs], 24, of_reference)
 
     def loss(params):
-        hidden, head = variant.model.apply({"params": params}, batch, True, method=hidden_and_head)
-        terms = objective.loss_sum(hidden, head, batch, VOCAB, variant.model.logit_cap)
+        terms = objective.loss_sum(variant.model.apply({"params": params}, batch, True, method=outputs_of), batch)
         return terms.total / 2, terms.logged
 
     (found, logged), gradients = jax.jit(jax.value_and_grad(loss, has_aux=True))(ours)

@@ -14,7 +14,7 @@ from models import quick
 from lmtrain.evaluation.eval_step import build_eval_step
 from lmtrain.models.gpt2 import model as gpt2
 from lmtrain.models.gpt2.config import Gpt2Config
-from lmtrain.models.interface import NO_DOCUMENTS, hidden_and_head
+from lmtrain.models.interface import NO_DOCUMENTS, outputs_of
 from lmtrain.models.layers.stack import stack
 from lmtrain.tracking.jit_log import METRICS, collecting, jit_log
 from lmtrain.train.step.state import state_shardings
@@ -354,8 +354,8 @@ def test_without_logging_the_program_is_the_same_as_without_jit_log(monkeypatch,
 
     def without_jit_log(step, variables, batch, key, teacher):
         params = {"params": variables["params"]}  # nor does the empty collection of 8-bit copies change the program
-        hidden, head = step.model.apply(params, batch, True, rngs={}, method=hidden_and_head)
-        return LossSum(step.objective.loss_sum(hidden, head, batch, step.model.vocab_size), {}, {}, {})
+        outputs = step.model.apply(params, batch, True, rngs={}, method=outputs_of)
+        return LossSum(step.objective.loss_sum(outputs, batch), {}, {}, {})
 
     monkeypatch.setattr(TrainStep, "_loss_sum", without_jit_log)
     other, state = build(microbatches=microbatches)

@@ -16,7 +16,7 @@ from lmtrain.evaluation.eval_step import read_ahead
 from lmtrain.evaluation.interface import Context
 from lmtrain.generation.decode import GreedyDecoder
 from lmtrain.hf.chat_template import TemplateError, template_errors
-from lmtrain.models.interface import LanguageModel, hidden_and_head
+from lmtrain.models.interface import MAIN, LanguageModel, outputs_of
 from lmtrain.models.params import cast_to_compute
 from lmtrain.objectives.row_losses import TargetScores, score_targets
 from lmtrain.runtime.errors import UserError
@@ -177,10 +177,10 @@ def build_score_step(
     def score(params: Any, batch: Mapping[str, jax.Array]) -> TargetScores:
         variables = {"params": cast_to_compute(params, compute_dtype)}
         only_tokens = {"tokens": batch["tokens"]}
-        hidden, head = model.apply(variables, only_tokens, True, method=hidden_and_head)
-        chosen = jnp.take_along_axis(hidden, batch["positions"][:, :, None], axis=1)
+        head = model.apply(variables, only_tokens, True, method=outputs_of)[MAIN]
+        chosen = jnp.take_along_axis(head.hidden, batch["positions"][:, :, None], axis=1)
         chosen = constrain(chosen, "act_batch", "act_seq", None)
-        return score_targets(chosen, head, batch["targets"], model.vocab_size, model.logit_cap)
+        return score_targets(head.replace(hidden=chosen), batch["targets"])
 
     return MeshFunction(layout, jax.jit(score, out_shardings=layout.replicated, compiler_options=dict(options or {})))
 

@@ -293,7 +293,7 @@ def build_program(
         log.info(f"XLA options: {', '.join(f'{name}={written(value)}' for name, value in options.items())}")
     step = TrainStep(
         model=model,
-        objective=build_objective(config.objective, config.z_loss_weight, teacher.model.logit_cap if teacher else None),
+        objective=build_objective(config.objective, config.z_loss_weight),
         optimizer=optimizer,
         schedule=schedule,
         num_microbatches=batching.num_microbatches,

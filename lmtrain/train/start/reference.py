@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-import jax
 import numpy as np
 
 from lmtrain.checkpoint.verify import choose_checkpoint
@@ -149,11 +148,8 @@ def _build_step(program: Program) -> MeshFunction:
     """The jitted (params, batch) -> log-probabilities of documents, see `answer_log_probs`, on every device."""
     model = program.model.inner if isinstance(program.model, AdaptedModel) else program.model
 
-    def log_probs(hidden: jax.Array, head: jax.Array, batch: Any) -> jax.Array:
-        return answer_log_probs(hidden, head, batch, model.vocab_size, model.logit_cap)
-
     compute = program.config.trainer.precision.compute
-    return build_forward_step(model, program.layout, compute, log_probs, program.xla_options)
+    return build_forward_step(model, program.layout, compute, answer_log_probs, program.xla_options)
 
 
 def key_of(digest: str, config: RunConfig, cache: Cache, source: EvalSource) -> str:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from lmtrain.models.interface import LanguageModel, hidden_and_head
+from lmtrain.models.interface import MAIN, LanguageModel, Outputs, outputs_of
 from lmtrain.objectives.cross_entropy import CrossEntropyRow, sample_targets
 from lmtrain.objectives.interface import Objective, sum_of_weights
 from lmtrain.objectives.row_losses import sum_of_row_losses
@@ -53,13 +53,12 @@ def estimate_hessian(
                            without label smoothing and z-loss.
     """
     count = sum_of_weights(objective, batch)
-    of_head = model.vocab_size, model.logit_cap
     draw_key, sample_key = jax.random.split(key)
     if method == "hutchinson":
         direction = optax.tree.random_like(draw_key, params, jax.random.normal)
 
         def product(micro: Any, key: jax.Array) -> Any:
-            gradient = jax.grad(lambda p: objective.loss_sum(*_hidden(model, p, micro), micro, *of_head).total)
+            gradient = jax.grad(lambda p: objective.loss_sum(_outputs(model, p, micro), micro).total)
             return jax.jvp(gradient, (params,), (direction,))[1]
 
         total = sum_over_microbatches(product, batch, sample_key, num_microbatches)
@@ -68,14 +67,13 @@ def estimate_hessian(
     assert method == "gauss_newton_bartlett", method
 
     def sampled(micro: Any, key: jax.Array) -> Any:
-        hidden, head = _hidden(model, params, micro)
-        targets = sample_targets(hidden, head, key, *of_head)
+        targets = sample_targets(_outputs(model, params, micro)[MAIN], key)
         weights = objective.weights(micro)
         # gradients of positions are independent, and the weights apply to their squares
         roots = weights if weights.dtype == bool else jnp.sqrt(weights)
 
         def loss(p: Any) -> jax.Array:
-            return sum_of_row_losses(CrossEntropyRow(), *_hidden(model, p, micro), targets, roots, *of_head)
+            return sum_of_row_losses(CrossEntropyRow(), _outputs(model, p, micro)[MAIN], targets, roots)
 
         return jax.grad(loss)(params)
 
@@ -83,6 +81,6 @@ def estimate_hessian(
     return jax.tree.map(lambda g: jnp.square(g.astype(jnp.float32)) / count, total)
 
 
-def _hidden(model: LanguageModel, params: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
-    states: tuple[jax.Array, jax.Array] = model.apply({"params": params}, batch, True, method=hidden_and_head)
-    return states
+def _outputs(model: LanguageModel, params: Any, batch: Any) -> Outputs:
+    outputs: Outputs = model.apply({"params": params}, batch, True, method=outputs_of)
+    return outputs

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import optax
 from flax import struct
 
-from lmtrain.models.interface import LanguageModel, hidden_and_head
+from lmtrain.models.interface import MAIN, LanguageModel, outputs_of
 from lmtrain.models.layers.quantized import QUANTIZED
 from lmtrain.models.moe.grouped import supports
 from lmtrain.models.moe.load import BY_LAYER, LOAD, REDUCE, balanced, collect_load, load_metrics
 from lmtrain.models.params import AUXILIARY, Auxiliary, cast_to_compute, collect, copies, has_auxiliary
-from lmtrain.objectives.distillation import TEACHER
+from lmtrain.objectives.distillation import TAUGHT
 from lmtrain.objectives.interface import LossTerms, Objective, sum_of_weights
 from lmtrain.optim.schedules import Schedule
 from lmtrain.optim.transforms import widen
@@ -61,7 +61,7 @@ class TrainStep:
     microbatch). Auxiliary losses of the model are added (`lmtrain/models/params.py`), but are not part of
     `train/loss`. Values that the model sows or that `jit_log` receives are part of the metrics. `hessian` is the method
     of the estimate that the optimizer uses, `balance_rate` that of the biases that balance the load of experts. The
-    objective of a run with a `teacher` gets its hidden states and head. `products`: the blocks' matrices are copied to
+    objective of a run with a `teacher` gets its main output. `products`: the blocks' matrices are copied to
     this 8-bit format once, for the products of all microbatches.
     """
 
@@ -159,17 +159,17 @@ class TrainStep:
         """The loss of a batch, without the logits of the entire batch."""
         drops = self.model.has_dropout
         how = {
-            "method": hidden_and_head,
+            "method": outputs_of,
             "rngs": {"dropout": key} if drops else {},
             "mutable": [METRICS, AUXILIARY, LOAD],
         }
         with collecting() as logged:
-            (hidden, head), sown = self.model.apply(variables, batch, not drops, **how)
+            outputs, sown = self.model.apply(variables, batch, not drops, **how)
             logged.add_sown(sown)
             if self.teacher is not None:
-                taught = self.teacher.apply({"params": teacher}, batch, True, method=hidden_and_head)
-                batch = batch | dict(zip(TEACHER, taught, strict=True))
-            loss = self.objective.loss_sum(hidden, head, batch, self.model.vocab_size, self.model.logit_cap)
+                taught = self.teacher.apply({"params": teacher}, batch, True, method=outputs_of)
+                batch = batch | {TAUGHT: taught[MAIN]}
+            loss = self.objective.loss_sum(outputs, batch)
         return LossSum(loss, logged.means, collect(sown), collect_load(sown))
 
 

@@ -18,6 +18,7 @@ from on_gpu.results import Result, Table
 from on_gpu.step import compile_step, random_tokens, row, runner, speed
 from on_gpu.timing import Pace, finish, take_turns
 
+from lmtrain.models.interface import Head
 from lmtrain.objectives.cross_entropy import CrossEntropyRow
 from lmtrain.objectives.row_losses import sum_of_row_losses
 from lmtrain.sharding.config import PartitioningConfig
@@ -66,7 +67,7 @@ def loss(size: Size, dry: bool, pace: Pace) -> Table:
     with build_layout(PartitioningConfig(), [device()]).active():
         gradients = jax.jit(
             jax.value_and_grad(
-                lambda h, w: sum_of_row_losses(CrossEntropyRow(), h, w, targets, mask, size.vocab), (0, 1)
+                lambda h, w: sum_of_row_losses(CrossEntropyRow(), Head(h, w, size.vocab), targets, mask), (0, 1)
             )
         )
         seconds = take_turns({"loss": lambda: gradients(hidden, head)}, pace)["loss"]
