@@ -18,6 +18,7 @@ from lmtrain.models.registry import build_model
 from lmtrain.objectives.cross_entropy import CrossEntropy
 from lmtrain.sharding.config import PartitioningConfig
 from lmtrain.sharding.mesh import Layout, MeshFunction, build_layout
+from lmtrain.train.step.parts import choose_parts
 from lmtrain.train.step.state import TrainState, add_teacher, new_average, state_shardings
 from lmtrain.train.step.step import TrainStep, build_train_step
 
@@ -85,6 +86,8 @@ def build_step(
     dtype: str = "float32",
     objective: Any = None,
     schedule: Any = lambda step: 0.5,
+    seed: int = 0,
+    compute_dtype: str = "float32",
     **more: Any,
 ) -> MeshFunction:
     """The training step of a model with parameters in `dtype`, for batches of any size."""
@@ -98,7 +101,9 @@ def build_step(
         optimizer=optimizer,
         schedule=schedule,
         num_microbatches=number,
-        **more,
+        seed=seed,
+        compute_dtype=compute_dtype,
+        parts=choose_parts(**more),
     )
     return build_train_step(step, layout, shardings)
 

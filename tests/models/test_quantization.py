@@ -12,6 +12,7 @@ from parity.variants import make, tokens
 from lmtrain.models.layers.quantized import FORMATS, QUANTIZED
 from lmtrain.models.params import copies, flatten, has_copy, storage_of, stored, take_scales
 from lmtrain.objectives.cross_entropy import CrossEntropy
+from lmtrain.train.step.parts import choose_parts
 from lmtrain.train.step.step import TrainStep
 
 EIGHT_BITS = {str(kind) for types in FORMATS.values() for kind in types}
@@ -28,7 +29,7 @@ def step_operands(model, values, batch, products, dtype="bfloat16"):
         schedule=lambda step: 0.5,
         num_microbatches=number,
         compute_dtype=dtype,
-        products=products,
+        parts=choose_parts(products=products),
     )
     return quick.operands(step, quick.new_state(values), batch)
 

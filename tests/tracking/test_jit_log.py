@@ -352,7 +352,7 @@ def test_without_logging_the_program_is_the_same_as_without_jit_log(monkeypatch,
     step, state = build(microbatches=microbatches)
     text = step.lower(state, BATCH).as_text()
 
-    def without_jit_log(step, variables, batch, key, teacher):
+    def without_jit_log(step, variables, batch, key, state):
         params = {"params": variables["params"]}  # nor does the empty collection of 8-bit copies change the program
         outputs = step.model.apply(params, batch, True, rngs={}, method=outputs_of)
         return LossSum(step.objective.loss_sum(outputs, batch), {}, {}, {})

@@ -45,6 +45,7 @@ from lmtrain.train.program.parts import (
     choose_replicas,
 )
 from lmtrain.train.step.norms import Watch
+from lmtrain.train.step.parts import choose_parts
 from lmtrain.train.step.state import TrainState, add_teacher, build_averaging, init_state, state_bytes, state_shardings
 from lmtrain.train.step.step import TrainStep, build_train_step
 from lmtrain.transfer.factors import factor_trees
@@ -299,12 +300,14 @@ def build_program(
         num_microbatches=batching.num_microbatches,
         seed=trainer.seed,
         compute_dtype=trainer.precision.compute,
-        products=trainer.precision.products,
-        hessian=config.optimizer.hessian,
-        averaging=averaging,
-        watch=watch,
-        balance_rate=config.model.balance_rate,
-        teacher=teacher.model if teacher else None,
+        parts=choose_parts(
+            products=trainer.precision.products,
+            teacher=teacher.model if teacher else None,
+            hessian=config.optimizer.hessian,
+            balance_rate=config.model.balance_rate,
+            averaging=averaging,
+            watch=watch,
+        ),
     )
     train_step = build_train_step(step, layout, shardings, options)
     return Program(

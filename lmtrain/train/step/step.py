@@ -9,21 +9,19 @@ import jax.numpy as jnp
 import optax
 from flax import struct
 
-from lmtrain.models.interface import MAIN, LanguageModel, outputs_of
+from lmtrain.models.interface import LanguageModel, outputs_of
 from lmtrain.models.layers.quantized import QUANTIZED
-from lmtrain.models.moe.grouped import supports
-from lmtrain.models.moe.load import BY_LAYER, LOAD, REDUCE, balanced, collect_load, load_metrics
-from lmtrain.models.params import AUXILIARY, Auxiliary, cast_to_compute, collect, copies, has_auxiliary
-from lmtrain.objectives.distillation import TAUGHT
+from lmtrain.models.moe.load import BY_LAYER, LOAD, REDUCE, collect_load, load_metrics
+from lmtrain.models.params import AUXILIARY, Auxiliary, cast_to_compute, collect, has_auxiliary
 from lmtrain.objectives.interface import LossTerms, Objective, sum_of_weights
 from lmtrain.optim.schedules import Schedule
 from lmtrain.optim.transforms import widen
 from lmtrain.sharding.local import num_parts, split_over
 from lmtrain.sharding.mesh import Layout, MeshFunction
 from lmtrain.tracking.jit_log import METRICS, collecting
-from lmtrain.train.step.hessian import estimate_hessian, sum_over_microbatches
-from lmtrain.train.step.norms import Watch
-from lmtrain.train.step.state import Averaging, TrainState, move_average
+from lmtrain.train.step.hessian import sum_over_microbatches
+from lmtrain.train.step.parts import StepPart, Work
+from lmtrain.train.step.state import TrainState
 
 # Part of the name of all operations of the optimizer in a compiled program.
 OPTIMIZER_SCOPE = "optimizer_update"
@@ -57,12 +55,9 @@ class TrainStep:
 
     The loss is the mean of `objective` over the batch and does not depend on the number of microbatches, which
     `num_microbatches` gives for each batch size. `requests` are those of a run's processes, by device; the step returns
-    the maximum of each; None for a run of one process (`agreement.py`). Dropout is a function of (seed, step,
-    microbatch). Auxiliary losses of the model are added (`lmtrain/models/params.py`), but are not part of
-    `train/loss`. Values that the model sows or that `jit_log` receives are part of the metrics. `hessian` is the method
-    of the estimate that the optimizer uses, `balance_rate` that of the biases that balance the load of experts. The
-    objective of a run with a `teacher` gets its main output. `products`: the blocks' matrices are copied to
-    this 8-bit format once, for the products of all microbatches.
+    the maximum of each; None for a run of one process (`norms.py`). Dropout is a function of (seed, step, microbatch).
+    Auxiliary losses of the model are added (`lmtrain/models/params.py`), but are not part of `train/loss`. Values that
+    the model sows or that `jit_log` receives are part of the metrics. `parts` are the optional ones.
     """
 
     model: LanguageModel
@@ -72,65 +67,24 @@ class TrainStep:
     num_microbatches: Mapping[int, int]
     seed: int = 0
     compute_dtype: str = "float32"
-    products: str | None = None
-    hessian: str | None = None
-    averaging: Averaging | None = None
-    watch: Watch | None = None
-    balance_rate: float | None = None
-    teacher: LanguageModel | None = None
+    parts: tuple[StepPart, ...] = ()
 
     def __call__(self, state: TrainState, batch: Any, requests: Any = None) -> tuple[TrainState, Metrics, Any]:
-        parts = self.num_microbatches[batch["tokens"].shape[0]]
+        number = self.num_microbatches[batch["tokens"].shape[0]]
         key = jax.random.fold_in(jax.random.key(self.seed), state.step)
-        count = sum_of_weights(self.objective, batch)
-        scale = 1.0 / count
         params = cast_to_compute(state.params, self.compute_dtype)  # once for all microbatches
-        base = None if state.base is None else cast_to_compute(state.base, self.compute_dtype)
-        quantized = {}
-        if self.products is not None:
-            quantized = copies(params if base is None else base, self.products, supports(self.products))
-
-        def loss_sum(params: Any, micro: Any, key: jax.Array) -> LossSum:
-            variables = {"params": state.replace(base=base).with_base(params), QUANTIZED: quantized}
-            return self._loss_sum(variables, micro, key, state.teacher)
-
-        weights: dict[str, jax.Array] = {}
-        if has_auxiliary(self.model):
-            # of this forward pass, the compiler keeps only what the weights depend on: usually the shape of the batch
-            weights = sum_over_microbatches(lambda *part: loss_sum(params, *part).weights, batch, key, parts)
-            weights = {name: jnp.where(weight > 0, weight, 1.0) for name, weight in weights.items()}
-
-        def value_and_grad(micro: Any, key: jax.Array) -> Any:
-            def loss(params: Any) -> tuple[jax.Array, LossSum]:
-                sums = loss_sum(params, micro, key)
-                return sums.with_auxiliary({name: count / weight for name, weight in weights.items()}), sums
-
-            (_, sums), gradients = jax.value_and_grad(loss, has_aux=True)(params)
-            return sums, gradients
-
-        sums, gradients = sum_over_microbatches(value_and_grad, batch, key, parts)
+        work = Work(self.model, self.objective, params, batch, key, number)
+        sums, gradients, weights = self._gradients(state, work)
+        scale = 1.0 / sum_of_weights(self.objective, batch)
         loss = sums.objective.total * scale
         gradients = jax.tree.map(lambda g, p: (widen(g) * scale).astype(p.dtype), gradients, state.params)
-        extra: dict[str, Any] = {"loss": loss}
-        if (method := self.hessian) is not None:
-            extra["hessian"] = lambda key: estimate_hessian(
-                method, self.model, self.objective, params, batch, key, parts
-            )
+        extra = {"loss": loss} | {name: value for part in self.parts for name, value in part.arguments(work).items()}
         with collecting() as also_logged, jax.named_scope(OPTIMIZER_SCOPE):
             optimizer = optax.with_extra_args_support(self.optimizer)
             updates, moments = optimizer.update(gradients, state.opt_state, state.params, **extra)
-        if self.balance_rate is not None:
-            updates = balanced(updates, sums.load, self.balance_rate)
-        after = TrainState(
-            state.step + 1,
-            optax.apply_updates(state.params, updates),
-            moments,
-            state.ema_params,
-            state.base,
-            state.teacher,
-        )
-        if self.averaging is not None:
-            after = after.replace(ema_params=move_average(after.ema_params, after.params, self.averaging(after.step)))
+        for part in self.parts:
+            updates = part.updates(updates, sums.load)
+        after = state.replace(step=state.step + 1, params=optax.apply_updates(state.params, updates), opt_state=moments)
         metrics = {
             "train/loss": loss,
             "train/learning_rate": self.schedule(state.step),
@@ -141,36 +95,66 @@ class TrainStep:
             metrics["optim/skipped_steps"] = skipped
         if requests is not None:
             requests = requests.max(axis=0)  # one by one: collectives of GPUs have no bitwise OR
-        if self.watch is not None:
-            trees = {"grads": gradients, "params": after.params, "updates": updates}
-            metrics |= self.watch.on_device(after.step, trees)
-        logged = {name: total / parts for name, total in sums.logged.items()} | also_logged.means
+        for part in self.parts:
+            after, more = part.after(after, gradients, updates)
+            metrics |= more
+        logged = {name: total / number for name, total in sums.logged.items()} | also_logged.means
+        metrics |= by_layer_of_experts(sums)
         means = {name: value.total.sum() / weights[name] for name, value in sums.auxiliary.items()}
-        if sums.load:
-            by_layer = load_metrics(sums.load, num_parts(split_over("expert")))
-            by_layer |= {name: value.total / jnp.maximum(value.weight, 1) for name, value in sums.auxiliary.items()}
-            metrics[BY_LAYER] = by_layer
-            means |= {name: REDUCE[name](values) for name, values in by_layer.items() if name in REDUCE}
+        means |= {name: REDUCE[name](v) for name, v in metrics.get(BY_LAYER, {}).items() if name in REDUCE}
         if taken := (metrics.keys() & (logged.keys() | means.keys())) | (logged.keys() & means.keys()):
             raise ValueError(f"jit_log: {', '.join(sorted(taken))}: this name is reserved by lmtrain; use another one")
         return after, metrics | logged | means, requests
 
-    def _loss_sum(self, variables: Any, batch: Any, key: jax.Array, teacher: Any = None) -> LossSum:
+    def _gradients(self, state: TrainState, work: Work) -> tuple[LossSum, Any, Metrics]:
+        """Sums over the batch, the gradients of the objective's sum with auxiliary losses, and the weights of these."""
+        base = None if state.base is None else cast_to_compute(state.base, self.compute_dtype)
+        collections: dict[str, Any] = {QUANTIZED: {}}
+        for part in self.parts:
+            collections |= part.collections(work.params if base is None else base)
+
+        def loss_sum(params: Any, micro: Any, key: jax.Array) -> LossSum:
+            variables = {"params": state.replace(base=base).with_base(params), **collections}
+            return self._loss_sum(variables, micro, key, state)
+
+        weights: dict[str, jax.Array] = {}
+        of_batch = (work.batch, work.key, work.num_microbatches)
+        if has_auxiliary(self.model):
+            # of this forward pass, the compiler keeps only what the weights depend on: usually the shape of the batch
+            weights = sum_over_microbatches(lambda *part: loss_sum(work.params, *part).weights, *of_batch)
+            weights = {name: jnp.where(weight > 0, weight, 1.0) for name, weight in weights.items()}
+        count = sum_of_weights(self.objective, work.batch)
+
+        def value_and_grad(micro: Any, key: jax.Array) -> Any:
+            def loss(params: Any) -> tuple[jax.Array, LossSum]:
+                sums = loss_sum(params, micro, key)
+                return sums.with_auxiliary({name: count / weight for name, weight in weights.items()}), sums
+
+            (_, sums), gradients = jax.value_and_grad(loss, has_aux=True)(work.params)
+            return sums, gradients
+
+        return *sum_over_microbatches(value_and_grad, *of_batch), weights
+
+    def _loss_sum(self, variables: Any, batch: Any, key: jax.Array, state: TrainState) -> LossSum:
         """The loss of a batch, without the logits of the entire batch."""
         drops = self.model.has_dropout
-        how = {
-            "method": outputs_of,
-            "rngs": {"dropout": key} if drops else {},
-            "mutable": [METRICS, AUXILIARY, LOAD],
-        }
+        how = {"method": outputs_of, "rngs": {"dropout": key} if drops else {}, "mutable": [METRICS, AUXILIARY, LOAD]}
         with collecting() as logged:
             outputs, sown = self.model.apply(variables, batch, not drops, **how)
             logged.add_sown(sown)
-            if self.teacher is not None:
-                taught = self.teacher.apply({"params": teacher}, batch, True, method=outputs_of)
-                batch = batch | {TAUGHT: taught[MAIN]}
+            for part in self.parts:
+                batch = batch | part.inputs(state, batch)
             loss = self.objective.loss_sum(outputs, batch)
         return LossSum(loss, logged.means, collect(sown), collect_load(sown))
+
+
+def by_layer_of_experts(sums: LossSum) -> dict[str, Any]:
+    """Metrics of a mixture of experts by layer, under one name; none without one."""
+    if not sums.load:
+        return {}
+    by_layer = load_metrics(sums.load, num_parts(split_over("expert")))
+    by_layer |= {name: value.total / jnp.maximum(value.weight, 1) for name, value in sums.auxiliary.items()}
+    return {BY_LAYER: by_layer}
 
 
 def build_train_step(
