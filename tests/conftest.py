@@ -39,7 +39,7 @@ if "LMTRAIN_TEST_COMPILATION_CACHE" not in os.environ:
     os.environ["LMTRAIN_TEST_COMPILATION_CACHE"] = os.environ["JAX_COMPILATION_CACHE_DIR"] = _compiled
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 
-from forked import Forked, fork_workers_of_pools  # noqa: E402  # keeps the environment of this moment
+from forked import Forked, ended, fork_workers_of_pools  # noqa: E402  # keeps the environment of this moment
 
 fork_workers_of_pools()
 
@@ -137,13 +137,9 @@ def lmtrain(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Callabl
 
     def run(*arguments: object, code: int | None = None, **environment: str) -> subprocess.CompletedProcess:
         out, err = outputs / "out.txt", outputs / "err.txt"
-        process = Forked(arguments, tmp_path, out, errors=err, **environment)
-        try:
-            ended = process.wait(300)
-        finally:
-            process.kill()
-            process.wait()
-        return checked(subprocess.CompletedProcess(process.args, ended, out.read_text(), err.read_text()), code)
+        with ended(Forked(arguments, tmp_path, out, errors=err, **environment)) as (process,):
+            found = process.wait(300)
+        return checked(subprocess.CompletedProcess(process.args, found, out.read_text(), err.read_text()), code)
 
     return run
 
