@@ -120,7 +120,7 @@ def test_a_tpu_slice_has_a_host_for_every_four_chips():
 
 
 @pytest.mark.parametrize("name", WITH_PODS)
-def test_commands_are_accepted_by_lmtrain(name, lmtrain, write_config):
+def test_commands_are_accepted_by_lmtrain(name, run_cli, write_config):
     """`config check` accepts the flags of every manifest."""
     entry = load(name)["spec"].get("entrypoint")
     words = entry.partition("lmtrain ")[2].split() if entry else pods(name)[0]["containers"][0]["args"]
@@ -129,7 +129,7 @@ def test_commands_are_accepted_by_lmtrain(name, lmtrain, write_config):
     write_config({"data": {"train_urls": ["x.jsonl"], "tokenizer": "byte"}})
     flags = [flag.replace("$(JOB_COMPLETION_INDEX)", "1") for flag in flags]
     flags = [f"--trainer.ray.{flag[2:]}" if flag == "--address" else flag for flag in flags]
-    lmtrain("config", "check", "tiny.yaml", *flags, code=0)
+    run_cli("config", "check", "tiny.yaml", *flags, code=0)
 
 
 @pytest.mark.parametrize("name", WITH_PODS)

@@ -17,7 +17,7 @@ def test_the_script_is_clean():
     shellcheck("--shell=bash", "-", text=TASK["run"])
 
 
-def test_every_node_starts_the_process_of_its_rank(tmp_path, lmtrain, write_config):
+def test_every_node_starts_the_process_of_its_rank(tmp_path, run_cli, write_config):
     program = tmp_path / ".venv" / "bin" / "lmtrain"
     program.parent.mkdir(parents=True)
     program.write_text('#!/bin/sh\necho "$RUN_ID $*"\n')
@@ -36,7 +36,7 @@ def test_every_node_starts_the_process_of_its_rank(tmp_path, lmtrain, write_conf
             *("--trainer.distributed.process_id", str(rank)),
         ]
     write_config({"data": {"train_urls": ["x.jsonl"], "tokenizer": "byte"}})
-    lmtrain("config", "check", "tiny.yaml", *flags, code=0)
+    run_cli("config", "check", "tiny.yaml", *flags, code=0)
 
 
 CHECK = """
