@@ -50,7 +50,7 @@ def test_a_resumed_run_is_the_straight_run(folder):
 
 
 def test_a_teacher_that_has_changed_is_refused(folder):
-    run(folder, "train", "student.yaml", "--trainer.id", "changed", "--trainer.num_train_steps", 1)
+    run(folder, "train", "student.yaml", "--trainer.id", "changed", "--trainer.num_train_steps", 4)
     shutil.move(folder / "teacher", folder / "kept")
     run(folder, "export-hf", "teacher.yaml", "--checkpoint", "checkpoints/teacher/step-4", "--output", "teacher")
     try:

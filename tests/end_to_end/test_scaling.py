@@ -34,7 +34,7 @@ def write_ladder(folder, **changes):
 @pytest.mark.parametrize("stopped", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_a_ladder_that_is_killed_and_stopped_has_the_runs_of_an_undisturbed_one(tmp_path, monkeypatch, stopped):
     monkeypatch.chdir(tmp_path)
-    write_ladder(tmp_path)
+    write_ladder(tmp_path, tokens_per_parameter=[3, 5] if stopped else [1, 2])
     ladder = read_ladder("ladder.yaml", None)
     longest, branch = points(ladder, [5e-3])
     output = disturb(tmp_path, longest, signal.SIGKILL)
