@@ -16,6 +16,7 @@ os.environ["XLA_FLAGS"] = f"--xla_backend_optimization_level=0 --xla_llvm_disabl
 
 import atexit  # noqa: E402
 import contextlib  # noqa: E402
+import fcntl  # noqa: E402
 import gc  # noqa: E402
 import io  # noqa: E402
 import json  # noqa: E402
@@ -142,6 +143,24 @@ def lmtrain(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Callabl
         return checked(subprocess.CompletedProcess(process.args, found, out.read_text(), err.read_text()), code)
 
     return run
+
+
+@pytest.fixture(scope="session")
+def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with `tiny.json` and its run `one`, trained for 12 steps once for all workers of the suite: read only.
+
+    `output.txt` has what it printed.
+    """
+    folder = tmp_path_factory.getbasetemp()
+    folder = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "tiny run"
+    folder.mkdir(exist_ok=True)
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "output.txt").exists():
+            (folder / "tiny.json").write_text(json.dumps(tiny_settings()))  # JSON is YAML
+            done = run_in_process(["train", "tiny.json", "--trainer.id", "one"], folder, code=0)
+            (folder / "output.txt").write_text(done.stderr)
+    return folder
 
 
 def log_lines(folder: Path, run: str = "one") -> list[dict]:
