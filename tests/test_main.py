@@ -25,7 +25,7 @@ while True:
     ("verb", "number"),
     [
         ("train", signal.SIGTERM),
-        ("plan", signal.SIGINT),
+        pytest.param("plan", signal.SIGINT, marks=pytest.mark.long),
         *(pytest.param("train", number, marks=pytest.mark.long) for number in (signal.SIGUSR1, signal.SIGHUP)),
     ],
 )

@@ -65,35 +65,35 @@ def test_babysit_requires_an_ssh_agent(desk):
     assert desk.calls() == []
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (["-t", "v5litepod-16", "-p"], ["--version=v2-alpha-tpuv5-lite", "--accelerator-type=v5litepod-16", "--spot"]),
-        (["-t", "v6e-8", "-n", "sub"], ["--version=v2-alpha-tpuv6e", "--subnetwork=sub"]),
-        (["-t", "v4-8", "-i", "own"], ["--version=own"]),
-        (["--type=v4-8", "--use-alpha"], ["alpha", "--version=tpu-ubuntu2204-base"]),
-    ],
-)
-def test_flags_become_requests_to_gcloud(desk, words, expected):
-    desk.set(states=["CREATING", "PREEMPTED"])
-    done = desk.do("spin-up", *PLACE, *desk.own_setup, *words, code=1)
-    assert set(expected) <= set(desk.call("create"))
-    assert ("--spot" in desk.call("create")) == ("-p" in words)
-    assert "my-tpu is PREEMPTED" in done.stderr
+def test_flags_become_requests_to_gcloud(tmp_path):
+    for number, (words, expected) in enumerate(
+        [
+            (["-t", "v5litepod-16", "-p"], {"--version=v2-alpha-tpuv5-lite", "--accelerator-type=v5litepod-16"}),
+            (["-t", "v6e-8", "-n", "sub"], {"--version=v2-alpha-tpuv6e", "--subnetwork=sub"}),
+            (["-t", "v4-8", "-i", "own"], {"--version=own"}),
+            (["--type=v4-8", "--use-alpha"], {"alpha", "--version=tpu-ubuntu2204-base"}),
+        ]
+    ):
+        desk = Desk(tmp_path / str(number), {})
+        desk.set(states=["PREEMPTED"])
+        done = desk.do("spin-up", *PLACE, *desk.own_setup, *words, code=1)
+        assert expected <= set(desk.call("create"))
+        assert ("--spot" in desk.call("create")) == ("-p" in words)
+        assert "my-tpu is PREEMPTED" in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("start", "error", "code", "message"),
-    [
-        (Desk.spin_up, "PERMISSION_DENIED: no TPUs for you", 2, "no TPUs for you"),
-        (Desk.spin_up, "RESOURCE_EXHAUSTED: no more capacity", 1, "no more capacity"),
-        (Desk.babysit, "INVALID_ARGUMENT: no such type", 2, "no such type"),
-    ],
-)
-def test_a_request_that_gcloud_refuses_ends_the_script(desk, start, error, code, message):
-    desk.set(faults=[{"verb": "create", "error": error, "times": 9}])
-    assert message in start(desk, *(["--", "true"] if start is Desk.babysit else []), code=code).stderr
-    assert desk.verbs().count("create") == 1
+def test_a_request_that_gcloud_refuses_ends_the_script(tmp_path):
+    for number, (start, words, error, code) in enumerate(
+        [
+            (Desk.spin_up, (), "PERMISSION_DENIED: no TPUs for you", 2),
+            (Desk.spin_up, (), "RESOURCE_EXHAUSTED: no more capacity", 1),
+            (Desk.babysit, ("--", "true"), "INVALID_ARGUMENT: no such type", 2),
+        ]
+    ):
+        desk = Desk(tmp_path / str(number), {})
+        desk.set(faults=[{"verb": "create", "error": error, "times": 9}])
+        assert error in start(desk, *words, code=code).stderr
+        assert desk.verbs().count("create") == 1
 
 
 def test_workers_that_are_not_reached_end_the_script_after_ten_attempts(desk):

@@ -117,7 +117,7 @@ def test_a_run_keeps_its_tokenizer(trained, tmp_path, change):
         assert (folder / "again" / name).read_bytes() == (trained / "model" / name).read_bytes(), name
     shutil.rmtree(folder / "logs" / "one" / "tokenizer")
     refused = run_in_process(command, folder, code=2)
-    assert ("tokenizer" in refused.stderr.splitlines()[-1]) or "tokenizer.fingerprint" in refused.stderr
+    assert "tokenizer" in refused.stderr
 
 
 def test_the_checkpoint_in_use_and_newer_runs_of_the_same_config_are_logged(trained, tmp_path):

@@ -206,6 +206,7 @@ def test_a_folder_of_logs_that_vanishes_is_written_again_with_every_step(folder)
     assert "done: " in (folder / "logs" / "one.log").read_text()
 
 
+@pytest.mark.long  # tests/runtime/test_output.py has streams that cannot be written
 def test_a_run_whose_output_and_folder_of_logs_cannot_be_written_saves_every_step(folder):
     with running(folder, output="/dev/full") as process:
         wait_for(lambda: KEEP in complete_steps(folder), [process])
