@@ -16,6 +16,7 @@ os.environ["XLA_FLAGS"] = f"--xla_backend_optimization_level=0 --xla_llvm_disabl
 
 import atexit  # noqa: E402
 import contextlib  # noqa: E402
+import fcntl  # noqa: E402
 import gc  # noqa: E402
 import io  # noqa: E402
 import json  # noqa: E402
@@ -39,7 +40,7 @@ if "LMTRAIN_TEST_COMPILATION_CACHE" not in os.environ:
     os.environ["LMTRAIN_TEST_COMPILATION_CACHE"] = os.environ["JAX_COMPILATION_CACHE_DIR"] = _compiled
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 
-from forked import Forked, fork_workers_of_pools  # noqa: E402  # keeps the environment of this moment
+from forked import Forked, ended, fork_workers_of_pools  # noqa: E402  # keeps the environment of this moment
 
 fork_workers_of_pools()
 
@@ -137,15 +138,29 @@ def lmtrain(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Callabl
 
     def run(*arguments: object, code: int | None = None, **environment: str) -> subprocess.CompletedProcess:
         out, err = outputs / "out.txt", outputs / "err.txt"
-        process = Forked(arguments, tmp_path, out, errors=err, **environment)
-        try:
-            ended = process.wait(300)
-        finally:
-            process.kill()
-            process.wait()
-        return checked(subprocess.CompletedProcess(process.args, ended, out.read_text(), err.read_text()), code)
+        with ended(Forked(arguments, tmp_path, out, errors=err, **environment)) as (process,):
+            found = process.wait(300)
+        return checked(subprocess.CompletedProcess(process.args, found, out.read_text(), err.read_text()), code)
 
     return run
+
+
+@pytest.fixture(scope="session")
+def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with `tiny.json` and its run `one`, trained for 12 steps once for all workers of the suite: read only.
+
+    `output.txt` has what it printed.
+    """
+    folder = tmp_path_factory.getbasetemp()
+    folder = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "tiny run"
+    folder.mkdir(exist_ok=True)
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "output.txt").exists():
+            (folder / "tiny.json").write_text(json.dumps(tiny_settings()))  # JSON is YAML
+            done = run_in_process(["train", "tiny.json", "--trainer.id", "one"], folder, code=0)
+            (folder / "output.txt").write_text(done.stderr)
+    return folder
 
 
 def log_lines(folder: Path, run: str = "one") -> list[dict]:

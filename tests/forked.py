@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
@@ -25,18 +25,10 @@ _SESSION = dict(os.environ)
 _CONTEXT = multiprocessing.get_context("forkserver")
 _get_context = multiprocessing.get_context
 _CONTEXT.set_forkserver_preload(
-    [
-        *("jax", "flax.linen", "optax", "orbax.checkpoint", "grain", "tokenizers", "clu.metrics", "transformers"),
-        *(
-            "lmtrain.commands.train",
-            "lmtrain.commands.preprocess",
-            "lmtrain.train.loop.loop",
-            "lmtrain.models.registry",
-        ),
-        *("lmtrain.train.start.initial_state", "lmtrain.train.start.train_batches", "lmtrain.train.start.reporting"),
-        *("lmtrain.train.start.train_batches", "lmtrain.train.program.program", "lmtrain.checkpoint.checkpointer"),
-        *("lmtrain.train.start.reporting", "lmtrain.train.start.exporter", "lmtrain.evaluation.run"),
-    ]
+    """jax flax.linen optax orbax.checkpoint grain tokenizers clu.metrics transformers
+    lmtrain.commands.train lmtrain.commands.preprocess lmtrain.models.registry lmtrain.checkpoint.checkpointer
+    lmtrain.evaluation.run lmtrain.train.loop.loop lmtrain.train.program.program lmtrain.train.start.exporter
+    lmtrain.train.start.initial_state lmtrain.train.start.reporting lmtrain.train.start.train_batches""".split()  # noqa: SIM905
 )
 
 
@@ -167,6 +159,23 @@ class Forked:
         self.send_signal(signal.SIGKILL)
 
 
+def end(processes: Iterable[Forked]) -> None:
+    """Kill each process that still runs, with all of its group, and wait for it."""
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+@contextlib.contextmanager
+def ended(*processes: Forked) -> Iterator[tuple[Forked, ...]]:
+    """The processes, of which none is left afterwards."""
+    try:
+        yield processes
+    finally:
+        end(processes)
+
+
 def fake_devices(count: int) -> str:
     """XLA_FLAGS for a process that has `count` devices on its CPU and compiles as fast as the tests do."""
     return f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={count}"
@@ -175,11 +184,7 @@ def fake_devices(count: int) -> str:
 def run_script(script: str, *arguments: object, folder: Path, seconds: float = 300, **environment: str) -> str:
     """Run `python -c SCRIPT ARGUMENTS` in `folder` to its end. -> its output"""
     output = folder / "script.output.txt"
-    process = Forked(arguments, folder, output, script, **environment)
-    try:
+    with ended(Forked(arguments, folder, output, script, **environment)) as (process,):
         code = process.wait(seconds)
-    finally:
-        process.kill()
-        process.wait()
     assert code == 0, output.read_text()[-6000:]
     return output.read_text()

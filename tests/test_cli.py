@@ -19,81 +19,48 @@ SLOW = ["jax", "flax", "optax", "orbax", "grain", "numpy", "transformers", "toke
 IMPORTS = f"""
 import sys
 from lmtrain.cli import main
-try:
-    main(sys.argv[1:])
-except SystemExit as exit:
-    assert exit.code == 0, exit.code
-print("imported:", *[name for name in {SLOW} if name in sys.modules])
+for arguments in (["--help"], ["--version"], ["config", "check", "gpt2_nano"]):
+    try:
+        main(arguments)
+    except SystemExit as exit:
+        assert exit.code == 0, exit.code
+    print("imported:", *[name for name in {SLOW} if name in sys.modules])
 """
 
 
-def test_help_names_every_command_and_exits_with_0(lmtrain):
-    done = lmtrain("--help")
-    assert (done.returncode, done.stderr) == (0, "")
+def test_help_names_every_command_and_the_version_is_printed(run_cli):
+    done = run_cli("--help", code=0)
     assert [line.split()[0] for line in done.stdout.splitlines() if line.startswith("  ")] == list(VERBS)
-    assert lmtrain("-h").stdout == lmtrain("help").stdout == done.stdout
-    assert lmtrain(code=2).stdout == done.stdout  # no command
-
-
-def test_version(lmtrain):
-    done = lmtrain("--version")
-    assert (done.returncode, done.stdout, done.stderr) == (0, f"lmtrain {__version__}\n", "")
-    assert lmtrain("-V").stdout == done.stdout
-
-
-@pytest.mark.parametrize("verb", VERBS)
-def test_every_command_has_help(lmtrain, verb):
-    assert lmtrain(verb, "--help", code=0).stdout.startswith(f"usage: lmtrain {verb}")
+    assert run_cli("-h").stdout == run_cli("help").stdout == done.stdout
+    assert run_cli(code=2).stdout == done.stdout  # no command
+    assert run_cli("--version", code=0).stdout == run_cli("-V").stdout == f"lmtrain {__version__}\n"
+    for verb in VERBS:
+        assert run_cli(verb, "--help", code=0).stdout.startswith(f"usage: lmtrain {verb}")
 
 
 @pytest.mark.parametrize(
-    ("verb", "advice"),
+    ("arguments", "advice"),
     [
-        ("trian", "did you mean 'train'?"),
-        ("Train", "did you mean 'train'?"),
-        ("export_hf", "did you mean 'export-hf'?"),
-        ("zzz", f"one of: {', '.join(VERBS)}"),
-        ("", f"one of: {', '.join(VERBS)}"),
-        ("--trainer.seed", f"one of: {', '.join(VERBS)}"),
+        (["trian"], "did you mean 'train'?"),
+        (["export_hf"], "did you mean 'export-hf'?"),
+        (["zzz"], f"one of: {', '.join(VERBS)}"),
+        (["--trainer.seed"], f"one of: {', '.join(VERBS)}"),
+        (["config", "check", "gpt2_nan"], "did you mean 'gpt2_nano'?"),
     ],
 )
-def test_an_unknown_command_is_an_error_with_advice(lmtrain, verb, advice):
-    done = lmtrain(verb)
-    assert (done.returncode, done.stdout) == (2, "")
+def test_a_user_error_is_one_line_with_advice_and_exits_with_2(run_cli, arguments, advice):
+    done = run_cli(*arguments, code=2)
+    assert done.stdout == ""
     assert done.stderr.startswith("lmtrain: error: ")
     assert done.stderr.count("\n") == 1
-    assert done.stderr.endswith(f"{verb!r}; {advice}\n")
+    assert done.stderr.endswith(f"; {advice}\n")
 
 
-def test_a_user_error_is_one_message_without_traceback_and_exits_with_2(lmtrain):
-    done = lmtrain("config", "check", "gpt2_nan")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "lmtrain: error: gpt2_nan: no such config; did you mean 'gpt2_nano'?\n"
-
-
-def test_an_error_of_the_machine_is_one_message_without_traceback_and_exits_with_1(run_cli, monkeypatch):
-    def fail(argv):
-        raise RunError("no memory")
-
-    monkeypatch.setattr("lmtrain.commands.config.run", fail)
-    done = run_cli("config", "check", "gpt2_nano")
-    assert (done.returncode, done.stdout, done.stderr) == (1, "", "lmtrain: error: no memory\n")
-
-
-@pytest.mark.parametrize("folder", ["tiny.yaml", "tiny.yaml/logs"])
-def test_a_log_folder_that_cannot_be_created_is_a_user_error(lmtrain, settings, write_config, folder):
+def test_a_log_folder_that_cannot_be_created_is_a_user_error(run_cli, settings, write_config):
     write_config(settings)
-    assert f"trainer.log_dir: {folder}" in lmtrain("train", "tiny.yaml", "--trainer.log_dir", folder, code=2).stderr
-
-
-def test_a_current_folder_that_has_been_deleted_is_a_user_error(tmp_path):
-    script = (
-        "import os, sys; os.rmdir(os.getcwd()); from lmtrain.cli import main; main(['config', 'check', 'gpt2_nano'])"
-    )
-    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("lmtrain: error: the working folder was deleted")
-    assert done.stderr.count("\n") == 1
+    for folder in ("tiny.yaml", "tiny.yaml/logs"):
+        refused = run_cli("train", "tiny.yaml", "--trainer.log_dir", folder, code=2).stderr
+        assert f"trainer.log_dir: {folder}" in refused
 
 
 def test_a_closed_pipe_prints_no_traceback(tmp_path):
@@ -115,15 +82,16 @@ def test_ctrl_c_in_any_command_prints_a_message_without_traceback_and_exits_with
             process.send_signal(signal.SIGINT)
             _, stderr = process.communicate(timeout=300)
     assert process.returncode == 75
-    assert stderr == "SIGINT: exiting immediately; run the same command again\n"
+    assert stderr.startswith("SIGINT: ")
+    assert stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["config", "check", "gpt2_nano"]])
-def test_quick_commands_import_nothing_slow(tmp_path, arguments):
-    command = [sys.executable, "-c", IMPORTS, *arguments]
+def test_quick_commands_import_nothing_slow(tmp_path):
+    command = [sys.executable, "-c", IMPORTS]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "imported:"
+    found = [line for line in done.stdout.splitlines() if line.startswith("imported:")]
+    assert found == ["imported:"] * 3
 
 
 def _chained() -> Exception:
@@ -135,6 +103,7 @@ def _chained() -> Exception:
 @pytest.mark.parametrize(
     ("error", "code", "message"),
     [
+        (RunError("no memory"), 1, "no memory$"),
         (OSError(errno.EMFILE, "Too many open files", "a/b"), 1, "a/b: Too many open files; .*ulimit -n"),
         (ImportError("libx.so: cannot open shared object file: Too many open files"), 1, ".*ulimit -n"),
         (_chained(), 1, "Too many open files; .*ulimit -n"),
@@ -176,4 +145,6 @@ def test_a_working_folder_that_was_deleted_is_a_user_error(monkeypatch, capsys, 
     with pytest.raises(SystemExit) as caught:
         main(["checkpoint", "list", "a"])
     assert caught.value.code == 2
-    assert "working folder was deleted" in capsys.readouterr().err
+    printed = capsys.readouterr().err
+    assert printed.startswith("lmtrain: error: the working folder was deleted")
+    assert printed.count("\n") == 1

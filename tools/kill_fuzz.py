@@ -37,6 +37,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from faults import runs  # noqa: E402
+from forked import end  # noqa: E402
 
 SAVE_INTERVAL = 1.0  # as in runs.full_settings
 
@@ -140,7 +141,7 @@ def disturb(folder: Path, output: str, moment: str, times: int, delay: float) ->
                 assert process.returncode == 0, (folder / output).read_text()
                 return None
             time.sleep(0.001)
-        runs.end([process])
+        end([process])
         killed_at = time.time()
         if process.returncode == 0:
             return None

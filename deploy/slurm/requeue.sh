@@ -1,7 +1,7 @@
 # shellcheck shell=bash
 # Sourced by the batch scripts. lmtrain's exit codes: 0 is done, 2 is a mistake that a restart would repeat. After all
-# others the same command resumes: 75 stopped by a signal after saving, or before there was anything to save; 1 a process
-# was lost, or a crash, like other signals.
+# others the same command resumes: 75 stopped by a signal after saving, or before there was anything to save; 1 or 134
+# (SIGABRT, by JAX) another process was lost, or a crash, like other signals.
 
 # run_or_requeue COMMAND ...: exits with its code, after requeueing the job if a restart can help. MAX_REQUEUES (20)
 # ends a crash loop. Slurm counts every requeue of the job, also those after a node failure.

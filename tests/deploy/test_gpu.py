@@ -14,9 +14,10 @@ README = (GPU / "README.md").read_text()
 @pytest.mark.parametrize(
     ("extra", "glibc", "plugins"),
     [
-        *((f"cuda{n}", "2_28", (f"jax-cuda{n}-plugin", f"nvidia-cudnn-cu{n}")) for n in (12, 13)),
+        ("cuda12", "2_28", ("jax-cuda12-plugin", "nvidia-cudnn-cu12")),
+        pytest.param("cuda13", "2_28", ("jax-cuda13-plugin", "nvidia-cudnn-cu13"), marks=pytest.mark.long),
         # libtpu has no wheels for one before 2.31; the images have Debian 12 with 2.36
-        ("tpu", "2_36", ("libtpu",)),
+        pytest.param("tpu", "2_36", ("libtpu",), marks=pytest.mark.long),
     ],
 )
 def test_install_lines_resolve(extra, glibc, plugins):
@@ -44,27 +45,16 @@ def sourced(program: str, **environment: str) -> subprocess.CompletedProcess:
 SHOW = 'echo "${XLA_CLIENT_MEM_FRACTION:-} ${XLA_PYTHON_CLIENT_MEM_FRACTION:-} ${XLA_FLAGS:-}"'
 
 
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
+def test_variables_set_by_the_user_stay_and_the_image_has_the_same_settings():
+    for given, expected in (
         ({}, "0.9  "),
         ({"XLA_FLAGS": "--xla_dump_to=x"}, "0.9  --xla_dump_to=x"),
         ({"XLA_CLIENT_MEM_FRACTION": "0.5"}, "0.5  "),
         ({"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.6"}, " 0.6 "),  # jax refuses both
-    ],
-)
-def test_variables_set_by_the_user_stay(given, expected):
-    assert sourced(SHOW, **given).stdout.rstrip("\n") == expected
-
-
-def test_sourcing_twice_changes_nothing():
-    assert sourced(f". '{GPU}/env.sh'; {SHOW}").stdout == sourced(SHOW).stdout
-
-
-def test_the_image_has_the_same_settings():
-    text = (DEPLOY / "docker" / "Dockerfile.gpu").read_text()
-    fraction = sourced(SHOW).stdout.split(" ")[0]
-    assert f"XLA_CLIENT_MEM_FRACTION={fraction}\n" in text
+    ):
+        twice = sourced(f". '{GPU}/env.sh'; {SHOW}", **given)
+        assert sourced(SHOW, **given).stdout == twice.stdout == f"{expected}\n"
+    assert "XLA_CLIENT_MEM_FRACTION=0.9\n" in (DEPLOY / "docker" / "Dockerfile.gpu").read_text()
 
 
 @pytest.fixture
@@ -93,24 +83,11 @@ def test_one_machine_is_plain_lmtrain_with_its_exit_code(fake):
     assert (done.returncode, done.stdout) == (75, "lmtrain train my.yaml --a.b c d\n")
 
 
-@pytest.mark.parametrize("missing", ["COORDINATOR", "NODES", "NODE"])
-def test_several_machines_need_all_three(fake, missing):
+def test_several_machines_need_all_three_and_number_the_processes_as_on_the_page(fake):
     given = {"COORDINATOR": "10.0.0.1:5789", "NODES": "2", "NODE": "0"}
-    del given[missing]
-    done = run(fake, "deploy/gpu/train my.yaml", **given)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "several machines need all of" in done.stderr
-
-
-@pytest.mark.parametrize(("codes", "starts", "code"), [("1 75 134 0", 4, 0), ("1 2 0", 2, 0)])
-def test_the_loop_of_the_page_restarts_until_done_or_a_mistake(fake, codes, starts, code):
-    (fake / "codes").write_text(f"{codes}\n")
-    loop = next(block for _, block in blocks(GPU / "README.md") if block.startswith("until"))
-    done = run(fake, loop)
-    assert (done.stdout.count("lmtrain train my.yaml"), done.returncode) == (starts, code)
-
-
-def test_the_commands_of_the_page_for_two_machines_number_the_processes(fake):
+    for missing in given:
+        done = run(fake, "deploy/gpu/train my.yaml", **{name: given[name] for name in given if name != missing})
+        assert (done.returncode, done.stdout) == (2, "")
     lines = next(block for _, block in blocks(GPU / "README.md") if block.startswith("COORDINATOR")).splitlines()
     for number, line in enumerate(lines):
         place = {"coordinator_address": "10.0.0.1:5789", "num_processes": len(lines), "process_id": number}
@@ -118,9 +95,13 @@ def test_the_commands_of_the_page_for_two_machines_number_the_processes(fake):
         assert run(fake, line).stdout == f"lmtrain train my.yaml {flags}\n"
 
 
-def test_signals_reach_lmtrain(fake):
-    """`train` execs lmtrain, which has its process id."""
+def test_the_loop_of_the_page_restarts_until_done_or_a_mistake_and_signals_reach_lmtrain(fake):
+    loop = next(block for _, block in blocks(GPU / "README.md") if block.startswith("until"))
+    for codes, starts, code in (("1 75 134 0", 4, 0), ("1 2 0", 2, 0)):
+        (fake / "codes").write_text(f"{codes}\n")
+        done = run(fake, loop)
+        assert (done.stdout.count("lmtrain train my.yaml"), done.returncode) == (starts, code)
+    # `train` execs lmtrain, which has its process id
     (fake / "lmtrain").write_text("#!/bin/sh\necho $$\n")
-    done = run(fake, "deploy/gpu/train my.yaml & echo $!; wait")
-    first, second = done.stdout.split()
+    first, second = run(fake, "deploy/gpu/train my.yaml & echo $!; wait").stdout.split()
     assert first == second

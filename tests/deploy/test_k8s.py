@@ -16,11 +16,15 @@ JOBSETS = ["train-gpu.yaml", "train-tpu.yaml"]
 # The oldest version on the page, where pod failure policies are stable, and the newest known one.
 VERSIONS = ["1.31", kubernetes_validate.latest_version()]
 MISTAKE = 2
-LOST = 1
+LOST = (1, 134)  # by an error of JAX, or by its SIGABRT
 
 
 def load(name: str) -> dict:
     return yaml.safe_load(FILES[name])
+
+
+def comments(name: str) -> str:
+    return "\n".join(re.findall(r"#.*", FILES[name]))
 
 
 def jobs(name: str) -> list[dict]:
@@ -86,7 +90,7 @@ def test_a_jobset_is_one_indexed_job_that_a_mistake_fails_and_any_other_failure_
     container = job["template"]["spec"]["containers"][0]["name"]
     assert rule["action"] == "FailJob"
     assert rule["onExitCodes"] == {"containerName": container, "operator": "In", "values": [MISTAKE]}
-    assert f"{STOPPED_BY_SIGNAL} stopped and saved, {LOST} another" in FILES[name]  # a comment
+    assert {MISTAKE, STOPPED_BY_SIGNAL, *LOST} <= {int(code) for code in re.findall(r"\b\d+\b", comments(name))}
 
 
 def test_the_batch_job_restarts_without_counting_clean_stops_and_preemptions():
@@ -120,7 +124,7 @@ def test_a_tpu_slice_has_a_host_for_every_four_chips():
 
 
 @pytest.mark.parametrize("name", WITH_PODS)
-def test_commands_are_accepted_by_lmtrain(name, lmtrain, write_config):
+def test_commands_are_accepted_by_lmtrain(name, run_cli, write_config):
     """`config check` accepts the flags of every manifest."""
     entry = load(name)["spec"].get("entrypoint")
     words = entry.partition("lmtrain ")[2].split() if entry else pods(name)[0]["containers"][0]["args"]
@@ -129,7 +133,7 @@ def test_commands_are_accepted_by_lmtrain(name, lmtrain, write_config):
     write_config({"data": {"train_urls": ["x.jsonl"], "tokenizer": "byte"}})
     flags = [flag.replace("$(JOB_COMPLETION_INDEX)", "1") for flag in flags]
     flags = [f"--trainer.ray.{flag[2:]}" if flag == "--address" else flag for flag in flags]
-    lmtrain("config", "check", "tiny.yaml", *flags, code=0)
+    run_cli("config", "check", "tiny.yaml", *flags, code=0)
 
 
 @pytest.mark.parametrize("name", WITH_PODS)

@@ -13,11 +13,8 @@ TASK = yaml.safe_load((DEPLOY / "sky" / "train.yaml").read_text())
 SKYPILOT = "skypilot==0.14.1"
 
 
-def test_the_script_is_clean():
+def test_its_clean_script_starts_on_every_node_the_process_of_its_rank(tmp_path, run_cli, write_config):
     shellcheck("--shell=bash", "-", text=TASK["run"])
-
-
-def test_every_node_starts_the_process_of_its_rank(tmp_path, lmtrain, write_config):
     program = tmp_path / ".venv" / "bin" / "lmtrain"
     program.parent.mkdir(parents=True)
     program.write_text('#!/bin/sh\necho "$RUN_ID $*"\n')
@@ -36,7 +33,7 @@ def test_every_node_starts_the_process_of_its_rank(tmp_path, lmtrain, write_conf
             *("--trainer.distributed.process_id", str(rank)),
         ]
     write_config({"data": {"train_urls": ["x.jsonl"], "tokenizer": "byte"}})
-    lmtrain("config", "check", "tiny.yaml", *flags, code=0)
+    run_cli("config", "check", "tiny.yaml", *flags, code=0)
 
 
 CHECK = """

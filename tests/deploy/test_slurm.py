@@ -3,25 +3,22 @@
 import os
 import subprocess
 
-import pytest
 from deploy.scripts import DEPLOY, ROOT
 
 SLURM = DEPLOY / "slurm"
 JOB = {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1"}
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"PROCESSES": "gpu"}, "train.sbatch: PROCESSES=gpu needs GPUs: sbatch --gpus-per-node"),
-        ({"PROCESSES": "gpus"}, "train.sbatch: PROCESSES: expected node or gpu, got gpus"),
-        ({"MAX_REQUEUES": "many"}, "job 7: MAX_REQUEUES: expected a number, got many"),
-    ],
-)
-def test_a_mistake_ends_the_job_before_it_starts_processes(given, message, tmp_path):
-    command = ["bash", SLURM / "train.sbatch", "my.yaml"]
-    done = subprocess.run(command, cwd=tmp_path, env=os.environ | JOB | given, capture_output=True, text=True)
-    assert (done.returncode, done.stderr.strip()) == (2, message)
+def test_a_mistake_ends_the_job_before_it_starts_processes(tmp_path):
+    for given, named in (
+        ({"PROCESSES": "gpu"}, "PROCESSES=gpu needs GPUs: sbatch --gpus-per-node"),
+        ({"PROCESSES": "gpus"}, "PROCESSES: "),
+        ({"MAX_REQUEUES": "many"}, "MAX_REQUEUES: "),
+    ):
+        command = ["bash", SLURM / "train.sbatch", "my.yaml"]
+        done = subprocess.run(command, cwd=tmp_path, env=os.environ | JOB | given, capture_output=True, text=True)
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+        assert named in done.stderr
 
 
 def test_secrets_are_nowhere_in_the_scripts():

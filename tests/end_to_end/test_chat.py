@@ -54,13 +54,9 @@ def trained(tmp_path_factory):
     return folder
 
 
-def test_the_log_has_the_number_of_targets_of_each_source(trained):
-    output = (trained / "train.txt").read_text()
-    (line,) = [line for line in output.splitlines() if "tokens are targets" in line]
-    assert "of chats" in line
-
-
 def test_the_loss_on_conversations_is_that_of_transformers_with_the_same_mask(trained):
+    (line,) = [line for line in (trained / "train.txt").read_text().splitlines() if "tokens are targets" in line]
+    assert "of chats" in line
     model = AutoModelForCausalLM.from_pretrained(trained / "model", dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(trained / "model")
     total = count = 0
@@ -114,22 +110,17 @@ def test_a_message_that_fills_the_context_or_is_not_utf8_is_an_error_and_is_not_
     assert after == alone
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["chat.yaml", "--chat_template", "nothing"], ["--chat_template: nothing"]),
-        (["chat.yaml", "--chat_template", "{{ messages"], ["--chat_template, line 1: not valid Jinja"]),
-        (["chat.yaml", "--chat_template", "bad.jinja"], ["bad.jinja:2: division by zero"]),
-        (["--hf", "plain"], ["--chat_template", "no default chat template"]),
-    ],
-)
-def test_a_missing_or_wrong_template_ends_a_chat(trained, monkeypatch, arguments, words):
-    shutil.copytree(trained / "model", trained / "plain", dirs_exist_ok=True)
+def test_a_missing_or_wrong_template_ends_a_chat(trained, monkeypatch):
+    shutil.copytree(trained / "model", trained / "plain")
     (trained / "plain" / "chat_template.jinja").unlink()
     (trained / "bad.jinja").write_text("a\n{{ 1 / 0 }}")
-    output = talk(trained, monkeypatch, "Stars?\n", *arguments, code=2)
-    for word in words:
-        assert word in output
+    for arguments, named in (
+        (["chat.yaml", "--chat_template", "nothing"], "--chat_template: nothing"),
+        (["chat.yaml", "--chat_template", "{{ messages"], "--chat_template, line 1: "),
+        (["chat.yaml", "--chat_template", "bad.jinja"], "bad.jinja:2: "),
+        (["--hf", "plain"], "--chat_template"),
+    ):
+        assert named in talk(trained, monkeypatch, "Stars?\n", *arguments, code=2)
 
 
 @pytest.fixture
@@ -147,34 +138,28 @@ def chat_config(tmp_path, settings, write_config):
     return write
 
 
-@pytest.mark.parametrize("command", ["train", "preprocess"])
-def test_a_syntax_error_of_a_template_is_found_before_data_is_read(chat_config, run_cli, tmp_path, command):
+def test_a_syntax_error_of_a_template_is_found_before_data_is_read(chat_config, run_cli, tmp_path):
     chat_config("{% for m in messages %}\n{{ m.content }\n{% endfor %}", first="{broken")
-    done = run_cli(command, "tiny.yaml", code=2)
-    assert "tokenizer/chat_template.jinja:2: not valid Jinja: " in done.stderr
-    assert "train.jsonl" not in done.stderr
-    assert not (tmp_path / "c" / "train").exists()
+    for command in ("train", "preprocess"):
+        done = run_cli(command, "tiny.yaml", code=2)
+        assert "tokenizer/chat_template.jinja:2: " in done.stderr
+        assert "train.jsonl" not in done.stderr
+        assert not (tmp_path / "c" / "train").exists()
 
 
 @pytest.mark.parametrize(
-    ("template", "flags", "words"),
+    ("template", "flags", "cause"),
     [
-        ("a\n{{ 1 / 0 }}", ["error"], "the chat template fails: tokenizer/chat_template.jinja:2: division by zero"),
+        ("a\n{{ 1 / 0 }}", ["error"], "division by zero"),
         # without end: not tried for one record after another
-        *(
-            (
-                "a\n{{ 'a' * 10**10 }}",
-                flags,
-                "tokenizer/chat_template.jinja:2: the chat template uses more than 1,024 MiB",
-            )
-            for flags in (["error"], ["skip", "--data.max_bad_fraction", "1"])
-        ),
+        ("a\n{{ 'a' * 10**10 }}", ["skip", "--data.max_bad_fraction", "1"], "1,024 MiB"),
     ],
 )
-def test_a_template_that_fails_in_a_worker_is_an_error_with_both_lines(chat_config, run_cli, template, flags, words):
+def test_a_template_that_fails_in_a_worker_is_an_error_with_both_lines(chat_config, run_cli, template, flags, cause):
     chat_config(template)
-    done = run_cli("preprocess", "tiny.yaml", "--data.on_bad_record", *flags, code=2)
-    assert f"train.jsonl:2: {words}" in done.stderr
+    last = run_cli("preprocess", "tiny.yaml", "--data.on_bad_record", *flags, code=2).stderr.splitlines()[-1]
+    for part in ("train.jsonl:2: ", "tokenizer/chat_template.jinja:2: ", cause):
+        assert part in last
 
 
 def test_the_template_of_the_training_data_is_that_of_exports_and_chats(tmp_path, trained, monkeypatch):

@@ -72,12 +72,6 @@ def test_lora_on_a_base_in_8_bits_trains_and_exports_on_the_base_as_it_is(folder
     assert found["eval/loss"] == pytest.approx(last, rel=0.02)
 
 
-@pytest.mark.parametrize(
-    ("mp", "message"),
-    [
-        ("p=f32,q=fp4", "unknown format of products q=fp4; expected fp8 or int8"),
-        ("q=fp8,q=int8", "products is set twice"),
-    ],
-)
-def test_a_wrong_format_is_an_error(folder, mp, message):
-    assert message in train(folder, "wrong", code=2, mp=mp)
+@pytest.mark.parametrize("products", ["q=fp4", "q=fp8,q=int8"])
+def test_a_wrong_format_is_an_error(folder, products):
+    assert "trainer.mp" in train(folder, "wrong", code=2, mp=f"p=f32,{products}")

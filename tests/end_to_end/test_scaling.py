@@ -7,8 +7,8 @@ import signal
 import pytest
 import yaml
 from conftest import logged, run_in_process, tiny_settings
-from faults.runs import array_bytes, end, last_logged, log_file, wait_for
-from forked import Forked
+from faults.runs import array_bytes, last_logged, log_file, output_of, wait_for
+from forked import Forked, ended
 from pages import ROOT
 
 from lmtrain.commands.scaling import read_ladder
@@ -31,21 +31,22 @@ def write_ladder(folder, **changes):
     (folder / "ladder.yaml").write_text(yaml.safe_dump(ladder))
 
 
-def test_a_ladder_that_is_killed_and_stopped_has_the_runs_of_an_undisturbed_one(tmp_path, monkeypatch):
+@pytest.mark.parametrize("stopped", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_a_ladder_that_is_killed_and_stopped_has_the_runs_of_an_undisturbed_one(tmp_path, monkeypatch, stopped):
     monkeypatch.chdir(tmp_path)
-    write_ladder(tmp_path)
+    write_ladder(tmp_path, tokens_per_parameter=[3, 5] if stopped else [1, 2])
     ladder = read_ladder("ladder.yaml", None)
     longest, branch = points(ladder, [5e-3])
     output = disturb(tmp_path, longest, signal.SIGKILL)
     assert f"ladder: {longest.id}, then 1 run" in output
-    output = disturb(tmp_path, branch, signal.SIGTERM)
-    assert output.splitlines()[-1] == "ladder: stopped; run the same command again to resume"
-    ended = run_in_process(["scaling", "status", "ladder.yaml"], tmp_path, code=0)
-    assert ended.stdout.splitlines()[-1].startswith("left: 1 run, ")
-    process = start(tmp_path)
-    assert process.wait(timeout=300) == 0, process.output.read_text()
-    assert process.output.read_text().splitlines()[-1] == "complete"
-    for point in (longest, branch):
+    if stopped:
+        output = disturb(tmp_path, branch, signal.SIGTERM)
+        assert output.splitlines()[-1] == "ladder: stopped; run the same command again to resume"
+        status = run_in_process(["scaling", "status", "ladder.yaml"], tmp_path, code=0)
+        assert status.stdout.splitlines()[-1].startswith("left: 1 run, ")
+    with ended(start(tmp_path)) as (process,):
+        assert output_of(process, 0).splitlines()[-1] == "complete"
+    for point in (longest, branch) if stopped else (branch,):  # which contains the beginning of the longest
         _, config, *flags = arguments_of(ladder, point)
         own = [flag for flag in flags if not flag.startswith(("--trainer.id", "--trainer.initialize_from"))]
         run_in_process(["train", config, *own, "--trainer.id=straight"], tmp_path, code=0)
@@ -65,27 +66,17 @@ def start(folder, *words, **environment):
 
 def disturb(folder, point, number):
     """Start the ladder, and send it this signal in the middle of a run. -> its output"""
-    process = start(folder)
-    try:
+    with ended(start(folder)) as (process,):
         wait_for(lambda: last_logged(folder, point.id) >= point.start + 5, [process])
         os.kill(process.pid, number)
-        code = process.wait(timeout=300)
-    finally:
-        end([process])
-    assert code == (STOPPED_BY_SIGNAL if number == signal.SIGTERM else -number)
-    text = process.output.read_text()
-    assert "Traceback" not in text
-    return text
+        return output_of(process, STOPPED_BY_SIGNAL if number == signal.SIGTERM else -number)
 
 
-def test_errors_of_a_run_end_the_ladder(tmp_path, monkeypatch):
+def test_errors_of_a_run_end_the_ladder(tmp_path):
     """And the other runs have not started."""
     write_ladder(tmp_path, overrides={"data.train_urls": ["nothing-*.jsonl"]})
-    process = start(tmp_path)
-    assert process.wait(timeout=300) == 2
-    text = process.output.read_text()
-    assert "nothing-*.jsonl" in text
-    assert "Traceback" not in text
+    with ended(start(tmp_path)) as (process,):
+        assert "nothing-*.jsonl" in output_of(process, 2)
     assert not list((tmp_path / "checkpoints").glob("*-3x-*"))
 
 

@@ -28,13 +28,6 @@ LAST = 12
 TRIES = 5
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
-    """The folder and the output of an undisturbed run."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    return folder, train(folder)
-
-
 def train(folder: Path, *overrides: object, code: int = 0) -> str:
     write_config(folder, tiny_settings())
     return run_in_process(["train", "tiny.json", "--trainer.id", RUN, *overrides], folder, code).stderr
@@ -61,8 +54,8 @@ def assert_same(folder: Path, other: Path) -> None:
     assert metrics(folder) == metrics(other)
 
 
-def test_a_run_prints_its_id_logs_every_step_once_in_order_and_saves_those_of_its_policy(undisturbed):
-    folder, printed = undisturbed
+def test_a_run_prints_its_id_logs_every_step_once_in_order_and_saves_those_of_its_policy(tiny_run):
+    folder, printed = tiny_run, (tiny_run / "output.txt").read_text()
     assert printed.splitlines()[0] == f"run {RUN}"
     assert sorted(os.listdir(folder / "checkpoints" / RUN)) == ["step-12", "step-4", "step-8"]
     assert "2 of 38 batches of cache/validation (trainer.max_eval_batches)" in printed
@@ -76,41 +69,41 @@ def test_a_run_prints_its_id_logs_every_step_once_in_order_and_saves_those_of_it
 @pytest.mark.parametrize(
     "after", ["step-4", *(pytest.param(name, marks=pytest.mark.long) for name in ("one.metrics.jsonl", "step-8"))]
 )
-def test_killed_and_resumed_gives_the_same_bytes(undisturbed, tmp_path, after):
+def test_killed_and_resumed_gives_the_same_bytes(tiny_run, tmp_path, after):
     """kill -9 as soon as `after` appears: after the first checkpoint, before any, in the middle."""
     watched = run_folder(tmp_path) / after / "manifest.json" if "step" in after else log_file(tmp_path)
     interrupt(tmp_path, watched, signal.SIGKILL)
     printed = train(tmp_path)
     if after.startswith("step"):
         assert f"resuming after step {after.removeprefix('step-')}" in printed
-    assert_same(tmp_path, undisturbed[0])
+    assert_same(tmp_path, tiny_run)
 
 
-def test_sigterm_saves_the_last_finished_step_and_exits_75(undisturbed, tmp_path):
+def test_sigterm_saves_the_last_finished_step_and_exits_75(tiny_run, tmp_path):
     process = interrupt(tmp_path, run_folder(tmp_path) / "step-4" / "manifest.json", signal.SIGTERM)
     assert process.returncode == 75, (tmp_path / "output.txt").read_text()
     assert metrics(tmp_path)[-1]["step"] == complete_steps(tmp_path)[-1]
     train(tmp_path)
-    assert_same(tmp_path, undisturbed[0])
+    assert_same(tmp_path, tiny_run)
 
 
-@pytest.mark.parametrize("steps", [12, pytest.param(13, marks=pytest.mark.long)])
-def test_a_run_with_other_settings_is_refused(undisturbed, steps):
+def test_a_run_with_other_settings_is_refused(tiny_run, tmp_path):
     """Whether it is finished or not."""
-    kept = undisturbed[0] / "logs" / RUN / "config.yaml"
+    folder = shutil.copytree(tiny_run, tmp_path / "copy")
+    kept = folder / "logs" / RUN / "config.yaml"
     config = kept.read_text()
-    output = train(undisturbed[0], "--trainer.seed", "7", "--trainer.num_train_steps", steps, code=2)
-    assert kept.read_text() == config  # which `--run` uses
-    assert "step-12 belongs to another run" in output
-    assert "seed: the checkpoint has 0, this config has 7" in output
+    for steps in (12, 13):
+        output = train(folder, "--trainer.seed", "7", "--trainer.num_train_steps", steps, code=2)
+        assert kept.read_text() == config  # which `--run` uses
+        assert "seed: the checkpoint has 0, this config has 7" in output
 
 
 @pytest.mark.long
-def test_a_run_with_more_steps_resumes_with_a_notice(undisturbed, tmp_path):
-    train(tmp_path)
-    printed = train(tmp_path, "--trainer.num_train_steps", "14")
+def test_a_run_with_more_steps_resumes_with_a_notice(tiny_run, tmp_path):
+    folder = shutil.copytree(tiny_run, tmp_path / "copy")
+    printed = train(folder, "--trainer.num_train_steps", "14")
     assert "trainer.num_train_steps: the checkpoint has 12, this run has 14" in printed
-    assert metrics(tmp_path)[-1]["step"] == 14
+    assert metrics(folder)[-1]["step"] == 14
 
 
 @pytest.mark.long

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from conftest import log_lines, tiny_settings
-from forked import Forked
+from forked import Forked, ended
 
 RUN = "one"
 # Metrics of time; all others are the same in every run.
@@ -75,6 +75,7 @@ def start(
     folder: Path,
     *flags: object,
     verb: str = "train",
+    run: str = RUN,
     output: str = "output.txt",
     before: str | None = None,
     **environment: str,
@@ -84,24 +85,13 @@ def start(
     `before`: Python code to run before lmtrain starts.
     """
     script = f"{before}\nfrom lmtrain.__main__ import main\nmain()\n" if before else None
-    return Forked([verb, "tiny.json", "--trainer.id", RUN, *flags], folder, folder / output, script, **environment)
-
-
-def end(processes: Sequence[Forked]) -> None:
-    """Kill each process that still runs, including workers, and wait for it."""
-    for process in processes:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    return Forked([verb, "tiny.json", "--trainer.id", run, *flags], folder, folder / output, script, **environment)
 
 
 @contextlib.contextmanager
 def running(folder: Path, *flags: object, **keywords: str) -> Iterator[Forked]:
-    process = start(folder, *flags, **keywords)
-    try:
+    with ended(start(folder, *flags, **keywords)) as (process,):
         yield process
-    finally:
-        end([process])
 
 
 def finish(folder: Path, *flags: object, code: int = 0, **keywords: str) -> str:

@@ -24,7 +24,8 @@ from faults.runs import (
     wait_for,
     write_config,
 )
-from multihost.processes import killed_at_the_end, start_run
+from forked import ended
+from multihost.processes import start_run
 
 pytestmark = pytest.mark.end_to_end
 
@@ -136,7 +137,7 @@ def undisturbed_two(settings_of_two, tmp_path_factory):
 
 
 def running_two(folder):
-    return killed_at_the_end(start_run(folder, RUN, 2))
+    return ended(*start_run(folder, RUN, 2))
 
 
 def finish_two(folder):

@@ -7,7 +7,7 @@ import hashlib
 import json
 
 import numpy as np
-from multihost.processes import join_processes
+from multihost.joining import join_processes
 
 from lmtrain.data.batches import TrainSource, iterate
 from lmtrain.data.caches import build_mixture, open_store

@@ -6,7 +6,7 @@ read_hf_params.py OUTPUT PROCESS COUNT PORT MODEL REF
 import json
 
 import numpy as np
-from multihost.processes import join_processes
+from multihost.joining import join_processes
 
 import lmtrain.hf.safetensors_file as safetensors_file
 

@@ -15,7 +15,7 @@ SCRIPT = Path(__file__).with_name("read_batches.py")
 
 @pytest.mark.multi_device
 @pytest.mark.parametrize(
-    ("axis", "size"), [pytest.param("model", 1, marks=pytest.mark.long), ("model", 2), ("context", 4)]
+    ("axis", "size"), [*(pytest.param("model", size, marks=pytest.mark.long) for size in (1, 2)), ("context", 4)]
 )
 def test_global_batches_are_the_same_for_1_2_and_4_processes(settings, axis, size, tmp_path):
     """A mixture of two sources, shuffled, over 4 devices: in a mesh of 4 x 1 or 2 x 2, or each with a quarter of every

@@ -8,7 +8,8 @@ import pytest
 from conftest import log_lines, run_in_process, tiny_settings
 from evaluation.local_tasks import write_tasks
 from faults.runs import DEADLINE_SECONDS, output_of, wait_for
-from multihost.processes import killed_at_the_end, start_run
+from forked import ended
+from multihost.processes import start_run
 from safetensors.numpy import load_file
 
 pytestmark = pytest.mark.end_to_end
@@ -19,6 +20,7 @@ def split_settings(steps, every):
     settings = tiny_settings()
     settings["trainer"] |= {"num_train_steps": steps, "model_axis_size": 2, "tensor_parallel_axes": ["mlp", "heads"]}
     settings["trainer"] |= {"steps_per_eval": every, "per_device_parallelism": 1}
+    settings["optimizer"]["lr_schedule"] = "constant"  # so that a run without end has the same compiled step
     return settings
 
 
@@ -96,7 +98,7 @@ LOST = (1, -signal.SIGABRT)
 def test_when_one_process_dies_or_hangs_the_other_ends_too(folder, fault, victim):
     run = f"dies-{int(fault)}-{victim}"
     flags = ["--trainer.num_train_steps", 100000, "--trainer.distributed.heartbeat_timeout", "5s"]
-    with killed_at_the_end(start_run(folder, run, 2, *flags)) as processes:
+    with ended(*start_run(folder, run, 2, *flags)) as processes:
         metrics = folder / "logs" / f"{run}.metrics.jsonl"
         wait_for(lambda: metrics.exists() and metrics.read_text().count("train/loss") > 3, processes)
         processes[victim].send_signal(fault)
@@ -106,7 +108,7 @@ def test_when_one_process_dies_or_hangs_the_other_ends_too(folder, fault, victim
 
 def test_a_user_error_in_one_process_ends_the_other_too(folder):
     """A normal exit of Python would wait for the other process, which waits for this one. Only the first uploads."""
-    with killed_at_the_end(start_run(folder, "mistake", 2, "--hf_upload", "someone/model", HF_TOKEN="")) as processes:
+    with ended(*start_run(folder, "mistake", 2, "--hf_upload", "someone/model", HF_TOKEN="")) as processes:
         output_of(processes[0], 2)
         assert processes[1].wait(timeout=DEADLINE_SECONDS) in LOST, processes[1].output.read_text()
 
