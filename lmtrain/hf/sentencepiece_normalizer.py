@@ -72,7 +72,7 @@ def letter_class(letters: Iterable[str]) -> str:
     """Pattern of one of the letters."""
     codes = sorted(map(ord, set(letters)))
     firsts = [code for code, before in zip(codes, [None, *codes], strict=False) if before != code - 1]
-    lasts = [code for code, after in zip(codes, [*codes[1:], None], strict=True) if after != code + 1]
+    lasts = [code for code, after in zip(codes, [*codes[1:], None], strict=False) if after != code + 1]
     return "[" + "".join(rf"\x{{{first:X}}}-\x{{{last:X}}}" for first, last in zip(firsts, lasts, strict=True)) + "]"
 
 
