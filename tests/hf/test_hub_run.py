@@ -12,7 +12,6 @@ from lmtrain.run.config import RunConfig
 
 pytestmark = pytest.mark.end_to_end
 
-
 # Overrides that replace the model on the Hub.
 OWN = ["--model", "{type: gpt2, hidden_dim: 32, num_heads: 2}", "--initialize_from_hf", "false"]
 OWN += ["--use_hf_model_config", "false", "--data.tokenizer", str(TOKENIZER)]
