@@ -16,7 +16,7 @@ at the end. Separators and codes end with a control character that has no rule; 
 import functools
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
@@ -159,8 +159,8 @@ class _Rules:
     """Normalizers of a model's rules: `apply`, for an escaped text, and `restore`, which replaces their `codes` by
     text. `spaces` are the characters that become a space."""
 
-    apply: list[normalizers.Normalizer]
-    restore: list[normalizers.Normalizer]
+    apply: Sequence[normalizers.Normalizer]
+    restore: Sequence[normalizers.Normalizer]
     codes: dict[str, str]
     spaces: str
 
@@ -208,14 +208,14 @@ def _read(charsmap: bytes, symbols: frozenset[str]) -> _Rules:
     if any(_END in text for pair in wanted.items() for text in pair):
         raise ValueError(f"it has a rule or symbol for the control character {_END!r}")
     found = ["".join(table.get(letter, letter) for letter in unit) for unit in wanted]
-    replaced = defaultdict(set)
+    units_of = defaultdict(set)
     for (unit, text), now in zip(wanted.items(), _compose(found) if composes else found, strict=True):
         if now != text:
-            replaced[text].add(unit)
-    if len(replaced) > _MAX_REPLACED:
-        raise ValueError(f"it has {len(replaced)} unusual rules of normalization")
+            units_of[text].add(unit)
+    if len(units_of) > _MAX_REPLACED:
+        raise ValueError(f"it has {len(units_of)} unusual rules of normalization")
     # the longest first; codes for those that the other steps would change
-    replaced = {text: replaced[text] for text in sorted(replaced, key=lambda to: (-max(map(len, replaced[to])), to))}
+    replaced = {text: units_of[text] for text in sorted(units_of, key=lambda to: (-max(map(len, units_of[to])), to))}
     changed = set(_differences(build({}, {}), {text: text for text in replaced}))
     without_combining = _replace(rf"\A{combining}", "")
     changed |= {text for text in replaced if without_combining.normalize_str(text) != text}

@@ -114,6 +114,7 @@ def byte_level(prefix: bool) -> Tokenizer:
 KINDS = {
     "byte-level": lambda: byte_level(False),
     "byte-level, prefix": lambda: byte_level(True),
+    "unigram, prefix": lambda: converted_model(model_type="unigram", byte_fallback=True),
     "bpe, suffix": lambda: converted_model(model_type="bpe", byte_fallback=True, treat_whitespace_as_suffix=True),
     "bpe": lambda: converted_model(model_type="bpe", byte_fallback=True, add_dummy_prefix=False),
     "metaspace, first": lambda: metaspace("first"),

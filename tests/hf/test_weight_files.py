@@ -279,10 +279,15 @@ def test_an_index_that_does_not_describe_its_files_is_refused(tmp_path, ending, 
     path.write_text(json.dumps(index))
     with pytest.raises(UserError, match=message):
         open_weights(str(tmp_path))
-    if ending == "safetensors":
-        write_safetensors(str(tmp_path / f"{stem}-two.{ending}"), {"a": TENSORS["a"], "b": TENSORS["b"]})
-        with pytest.raises(UserError, match=rf"a is also in .*{stem}-"):
-            open_weights(str(tmp_path))
+
+
+@pytest.mark.parametrize("ending", ["safetensors", "bin"])
+def test_a_tensor_in_two_files_is_refused(tmp_path, ending):
+    write, stem = {"safetensors": (write_safetensors, "model"), "bin": (write_torch, "pytorch_model")}[ending]
+    save_sharded(tmp_path, ending, write)
+    write(str(tmp_path / f"{stem}-two.{ending}"), {"a": TENSORS["a"], "b": TENSORS["b"]})
+    with pytest.raises(UserError, match=rf"a is also in .*{stem}-"):
+        open_weights(str(tmp_path))
 
 
 # config.json, and the folder itself

@@ -106,24 +106,19 @@ def test_another_width_or_rank_is_an_error_also_for_tensors_that_are_resized(fol
 # a tied head
 
 
-@pytest.mark.parametrize("change", [None, "one number", "one row less"])
-def test_a_stored_head_has_to_equal_the_embedding(folder, change):
+def test_a_stored_head_has_to_equal_the_embedding(folder):
     tensors = tensors_of(GPT2)
     head = tensors[WTE].copy()
-    if change == "one number":
-        head[3, 2] += 1e-6
-    elif change == "one row less":
-        head = head[:-1]
     ref = folder(tensors | {HEAD: head})
-    if change is None:
-        assert_same(load(ref, GPT2), flatten(random_params(GPT2)))
-        resized = load(ref, GPT2, vocab=7)
-        np.testing.assert_array_equal(resized["tokens/embedding"][:7], tensors[WTE][:7])
-        assert not resized["tokens/embedding"][7:].any()
-        return
-    with pytest.raises(UserError) as error:
-        load(ref, GPT2)
-    assert str(error.value).startswith(f"{ref}: {HEAD} differs from {WTE}, ")
+    assert_same(load(ref, GPT2), flatten(random_params(GPT2)))
+    resized = load(ref, GPT2, vocab=7)
+    np.testing.assert_array_equal(resized["tokens/embedding"][:7], tensors[WTE][:7])
+    assert not resized["tokens/embedding"][7:].any()
+    one_row_less = head[:-1].copy()
+    head[3, 2] += 1e-6
+    for other in (head, one_row_less):
+        with pytest.raises(UserError, match=f"{HEAD} differs from {WTE}"):
+            load(folder(tensors | {HEAD: other}), GPT2)
 
 
 def test_an_untied_model_requires_its_head(folder):
@@ -172,7 +167,7 @@ def test_parameters_in_bfloat16_are_rounded_to_nearest(folder):
     assert_same(load(folder(tensors_of(GPT2)), GPT2, dtype="bfloat16"), expected)
 
 
-@pytest.mark.parametrize("stored", [ml_dtypes.bfloat16, np.float64])
+@pytest.mark.parametrize("stored", [ml_dtypes.bfloat16, np.float16, np.float64])
 def test_files_of_other_types_are_read(folder, stored):
     tensors = {name: tensor.astype(stored) for name, tensor in tensors_of(GPT2).items()}
     expected = {path: value.astype(stored).astype(np.float32) for path, value in flatten(random_params(GPT2)).items()}
