@@ -54,7 +54,9 @@ def test_each_reply_continues_the_conversation_so_far_and_clear_starts_again(sta
     assert "".join(chat.say("Stars?")) == replies[0]
 
 
-def test_a_message_that_fills_the_context_is_refused_and_forgotten(start):
+def test_a_message_that_fills_the_context_is_refused_and_forgotten_and_a_failing_template_refused(start):
+    with pytest.raises(UserError, match="division by zero"):
+        start(ChatTemplate("{{ 1 / 0 }}"))
     chat, fresh = start(), start()
     with pytest.raises(UserError, match="context of 128"):
         list(chat.say("stars " * LENGTH))

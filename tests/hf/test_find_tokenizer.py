@@ -46,13 +46,19 @@ def test_a_url_is_copied_once_and_is_the_same_tokenizer():
     for file in TOKENIZER.iterdir():
         with fsspec.open(f"memory://tok/{file.name}", "wb") as target:
             target.write(file.read_bytes())
-    with fsspec.open("memory://tok/config.json", "wb") as target:  # the class of its tokenizer counts
-        target.write(b'{"model_type": "gpt2"}')
     folder = find_tokenizer("memory://tok/")
     assert open_tokenizer("memory://tok").identity == open_tokenizer(str(TOKENIZER)).identity
     before = os.stat(os.path.join(folder, "tokenizer.json")).st_mtime_ns
     assert find_tokenizer("memory://tok") == folder
     assert os.stat(os.path.join(folder, "tokenizer.json")).st_mtime_ns == before
+
+
+def test_the_class_of_a_tokenizer_at_a_url_counts():
+    files = {"tokenizer.json": (TOKENIZER / "tokenizer.json").read_bytes(), "config.json": b'{"model_type": "gpt2"}'}
+    for name, content in files.items():
+        with fsspec.open(f"memory://of_gpt2/{name}", "wb") as target:
+            target.write(content)
+    assert open_tokenizer("memory://of_gpt2").eos_id == open_tokenizer(str(TOKENIZER)).eos_id
 
 
 def test_an_unfinished_folder_is_neither_used_nor_left(tmp_path):
