@@ -239,9 +239,10 @@ def train_sentencepiece(
         raise UserError("no text to train on: all documents are empty")
     log.info(f"training on {len(lines):,} of {seen:,} lines of text")
     model = io.BytesIO()
+    lines.reverse()
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=_consume(lines),
+            sentence_iterator=(lines.pop() for _ in range(len(lines))),  # the library makes its own copies
             model_writer=model,
             model_type=model_type,
             vocab_size=vocab_size,
@@ -286,13 +287,6 @@ def _sample(lines: Iterable[str], size: int) -> tuple[list[str], int]:
         elif (place := int(random_numbers.random() * seen)) < size:
             kept[place] = line
     return kept, seen
-
-
-def _consume(lines: list[str]) -> Iterator[str]:
-    """Yield and drop the lines one by one, since sentencepiece makes its own copies."""
-    lines.reverse()
-    while lines:
-        yield lines.pop()
 
 
 def _explain(error: RuntimeError, vocab_size: int) -> UserError:

@@ -16,9 +16,9 @@ at the end. Separators and codes end with a control character that has no rule; 
 import functools
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -70,33 +70,29 @@ def literal(text: str) -> str:
 
 def letter_class(letters: Iterable[str]) -> str:
     """Pattern of one of the letters."""
-    ranges: list[list[int]] = []
-    for code in sorted(map(ord, set(letters))):
-        if ranges and ranges[-1][1] == code - 1:
-            ranges[-1][1] = code
-        else:
-            ranges.append([code, code])
-    return "[" + "".join(rf"\x{{{first:X}}}-\x{{{last:X}}}" for first, last in ranges) + "]"
+    codes = sorted(map(ord, set(letters)))
+    firsts = [code for code, before in zip(codes, [None, *codes], strict=False) if before != code - 1]
+    lasts = [code for code, after in zip(codes, [*codes[1:], None], strict=False) if after != code + 1]
+    return "[" + "".join(rf"\x{{{first:X}}}-\x{{{last:X}}}" for first, last in zip(firsts, lasts, strict=True)) + "]"
 
 
 def longest(strings: AbstractSet[str]) -> str:
-    """Pattern of the longest of the `strings` at a position; empty if there are none."""
-    return _longest(frozenset(strings), {})
+    """Pattern of the longest of the `strings` at a position; empty if there are none. The letters that the same strings
+    can follow share a class."""
 
-
-def _longest(strings: frozenset[str], known: dict[frozenset[str], str]) -> str:
-    """The letters that the same strings can follow share a class. `known` are the patterns built so far."""
-    if strings not in known:
+    @functools.cache
+    def of(strings: frozenset[str]) -> str:
         following = defaultdict(set)
         for string in strings - {""}:
             following[string[0]].add(string[1:])
         letters = defaultdict(list)
         for letter, rest in following.items():
             letters[frozenset(rest)].append(letter)
-        ways = sorted((min(first), letter_class(first) + _longest(rest, known)) for rest, first in letters.items())
+        ways = sorted((min(first), letter_class(first) + of(rest)) for rest, first in letters.items())
         pattern = f"(?>{'|'.join(way for _, way in ways)})" if ways else ""
-        known[strings] = f"{pattern}?" if ways and "" in strings else pattern
-    return known[strings]
+        return f"{pattern}?" if ways and "" in strings else pattern
+
+    return of(frozenset(strings))
 
 
 SPACE = "▁"
@@ -120,90 +116,53 @@ def build_normalizers(spec: Any, suffix: bool, symbols: frozenset[str]) -> list[
     With `suffix`, the space that the model adds to each text is added to the end. Raises `ValueError` with the reason
     if the `tokenizers` library cannot represent the normalization.
     """
-    squeeze, prefix = spec.remove_extra_whitespaces, spec.add_dummy_prefix and not suffix
-    suffix = suffix and spec.add_dummy_prefix
+    squeeze, added = spec.remove_extra_whitespaces, spec.add_dummy_prefix
+    prefix, suffix = added and not suffix, added and suffix
     if not spec.escape_whitespaces:
         raise ValueError("its pieces have spaces (escape_whitespaces is false)")
     if squeeze and any(" " in symbol for symbol in symbols):
         raise ValueError("it removes extra spaces, but not those of its user-defined symbols")
-    rules = _read(spec.precompiled_charsmap, symbols) if spec.precompiled_charsmap else None
-    if squeeze and rules and any(" " in r.text for r in rules.replaced if r.code):
+    none = _Rules(apply=[], restore=[], codes={}, spaces=" ")
+    rules = _read(spec.precompiled_charsmap, symbols) if spec.precompiled_charsmap else none
+    if squeeze and any(" " in text for text in rules.codes):
         raise ValueError("it removes extra spaces, but one of its rules inserts them")
-    is_escaped = rules is not None or suffix
-
+    is_escaped = bool(rules.apply) or suffix
+    add_prefix = [normalizers.Prepend(" ")] if prefix else []
     steps: list[normalizers.Normalizer] = []
-    if prefix and not squeeze:  # first, since it is added even if no other character remains
-        steps.append(normalizers.Prepend(" "))
+    if not squeeze:  # first, since it is added even if no other character remains
+        steps += add_prefix
     if is_escaped:
         steps.append(normalizers.Replace(_END, _ESCAPED))
     if suffix:  # to each text, or to each that is not removed as spaces
-        spaces = letter_class(rules.spaces if rules else " ")
+        spaces = letter_class(rules.spaces)
         other = "|".join([*filter(None, [longest(symbols)]), rf"(?!{spaces})[\s\S]"])
         steps.append(_replace(rf"(?:{other}){spaces}*\K\z" if squeeze else r"[\s\S]\K\z", _SUFFIX))
-    if rules:
-        steps += _apply(rules)
+    steps += rules.apply
     if squeeze:
         steps += [_replace(r"\A +", ""), _replace(" {2,}", " ")]
-    if rules:
-        steps += _restore(rules)
+    steps += rules.restore
     if squeeze:
         steps.append(_replace(rf"[ {SPACE}]+(?={_SUFFIX}\z)" if suffix else rf"[ {SPACE}]+\z", ""))
     if suffix:
         steps.append(normalizers.Replace(_SUFFIX, " "))
     if is_escaped:
         steps.append(normalizers.Replace(_ESCAPED, _END))
-    if prefix and squeeze:
-        steps.append(normalizers.Prepend(" "))
-    return [*steps, normalizers.Replace(" ", SPACE)]
-
-
-@dataclass(frozen=True)
-class _Replaced:
-    """Units that the other steps would not replace by `text`; `code` stands for it during those steps, if not None."""
-
-    units: frozenset[str]
-    text: str
-    code: str | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Rules:
-    """Rules of a model.
-
-    `combining` is a pattern of a character that may belong to the previous one, `unit` of a unit after which a
-    separator is needed; `spaces` are the characters that become a space. With `composes`, most replacements of several
-    characters are their composition.
-    """
-
-    charsmap: bytes
-    combining: str
-    unit: str
-    spaces: str
-    composes: bool
-    replaced: tuple[_Replaced, ...] = ()
+    return [*steps, *(add_prefix if squeeze else []), normalizers.Replace(" ", SPACE)]
 
 
 def _replace(pattern: str, content: str) -> normalizers.Normalizer:
     return normalizers.Replace(Regex(pattern), content)
 
 
-def _apply(rules: _Rules) -> list[normalizers.Normalizer]:
-    """Replacement by rules in an escaped text; codes remain."""
-    start = rf"(?:(?<![^{_END}])|(?!{rules.combining}))"  # of a unit
-    replaced = [_replace(f"{start}{longest(r.units)}(?={_BETWEEN_UNITS})", r.code or r.text) for r in rules.replaced]
-    return [
-        _replace(rf"(?>{rules.unit})\K", _BETWEEN_UNITS),
-        *replaced,
-        _replace(rf"[^{_END}]\K(?={rules.combining})", _WITHIN_UNIT),
-        normalizers.Precompiled(rules.charsmap),
-        normalizers.Replace(_WITHIN_UNIT, ""),
-        *([normalizers.NFC()] if rules.composes else []),
-        normalizers.Replace(_BETWEEN_UNITS, ""),
-    ]
+@dataclass(frozen=True, kw_only=True)
+class _Rules:
+    """Normalizers of a model's rules: `apply`, for an escaped text, and `restore`, which replaces their `codes` by
+    text. `spaces` are the characters that become a space."""
 
-
-def _restore(rules: _Rules) -> list[normalizers.Normalizer]:
-    return [normalizers.Replace(r.code, r.text) for r in rules.replaced if r.code]
+    apply: Sequence[normalizers.Normalizer]
+    restore: Sequence[normalizers.Normalizer]
+    codes: dict[str, str]
+    spaces: str
 
 
 @functools.lru_cache(8)
@@ -213,46 +172,60 @@ def _read(charsmap: bytes, symbols: frozenset[str]) -> _Rules:
     Raises `ValueError` if one has another result.
     """
     table = read_rules(charsmap)
-    later = {letter for unit in table for letter in unit[1:]}
+    later = {letter for unit in table for letter in unit[1:]}  # that may belong to the previous character
     singles = {unit: text for unit, text in table.items() if len(unit) == 1}
     later |= {unit for unit, text in singles.items() if text and text[0] in later}
     combining = f"[{_COMBINING}{letter_class(later).removeprefix('[')}"
     composes = len({text for unit, text in table.items() if len(unit) > 1}) > _MAX_REPLACED
-    kept = symbols | (_changed_by_composition() - table.keys() if composes else set())
-    patterns = [
+    every = [chr(code) for code in range(sys.maxunicode + 1) if not 0xD800 <= code < 0xE000 and chr(code) != _END]
+    changed = {letter for letter, text in zip(every, _compose(every), strict=True) if letter != text} - table.keys()
+    kept = symbols | (changed if composes else set())
+    sequences = longest(table.keys() - singles.keys())
+    units = [  # after which a separator is needed
         longest(kept),
-        rf"(?=[\s\S]{combining}){sequences}" if (sequences := longest(table.keys() - singles.keys())) else "",
+        rf"(?=[\s\S]{combining}){sequences}" if sequences else "",
         rf"[\s\S](?={combining})",
         r"\r(?=\n)",
     ]
-    spaces = "".join(unit for unit, text in singles.items() if text == " ")
-    rules = _Rules(
-        charsmap=charsmap,
-        combining=combining,
-        unit="|".join(filter(None, patterns)),
-        spaces=f" {spaces}",
-        composes=composes,
-    )
+    start = rf"(?:(?<![^{_END}])|(?!{combining}))"  # of a unit
+
+    def build(replaced: Mapping[str, AbstractSet[str]], codes: Mapping[str, str]) -> _Rules:
+        """With `replaced` units by text, which the other steps would replace by something else."""
+        apply = [
+            _replace(rf"(?>{'|'.join(filter(None, units))})\K", _BETWEEN_UNITS),
+            *(_replace(f"{start}{longest(of)}(?={_BETWEEN_UNITS})", codes.get(to, to)) for to, of in replaced.items()),
+            _replace(rf"[^{_END}]\K(?={combining})", _WITHIN_UNIT),
+            normalizers.Precompiled(charsmap),
+            normalizers.Replace(_WITHIN_UNIT, ""),
+            *([normalizers.NFC()] if composes else []),
+            normalizers.Replace(_BETWEEN_UNITS, ""),
+        ]
+        spaces = " " + "".join(unit for unit, text in singles.items() if text == " ")
+        restore = [normalizers.Replace(code, text) for text, code in codes.items()]
+        return _Rules(apply=apply, restore=restore, codes=dict(codes), spaces=spaces)
+
     wanted = table | {unit: unit for unit in kept}
     if any(_END in text for pair in wanted.items() for text in pair):
         raise ValueError(f"it has a rule or symbol for the control character {_END!r}")
-    composed = ["".join(table.get(letter, letter) for letter in unit) for unit in wanted]
-    composed = _compose(composed) if composes else composed
-    different = {unit: text for (unit, text), now in zip(wanted.items(), composed, strict=True) if now != text}
-    rules = replace(rules, replaced=_choose(rules, different))
-    if len(rules.replaced) > _MAX_REPLACED:
-        raise ValueError(f"it has {len(rules.replaced)} unusual rules of normalization")
-    letters = {letter for r in rules.replaced for text in (r.text, *r.units) for letter in text}
+    found = ["".join(table.get(letter, letter) for letter in unit) for unit in wanted]
+    units_of = defaultdict(set)
+    for (unit, text), now in zip(wanted.items(), _compose(found) if composes else found, strict=True):
+        if now != text:
+            units_of[text].add(unit)
+    if len(units_of) > _MAX_REPLACED:
+        raise ValueError(f"it has {len(units_of)} unusual rules of normalization")
+    # the longest first; codes for those that the other steps would change
+    replaced = {text: units_of[text] for text in sorted(units_of, key=lambda to: (-max(map(len, units_of[to])), to))}
+    changed = set(_differences(build({}, {}), {text: text for text in replaced}))
+    without_combining = _replace(rf"\A{combining}", "")
+    changed |= {text for text in replaced if without_combining.normalize_str(text) != text}
+    codes = {text: f"{_CODE}{number}{_CODE}" for number, text in enumerate(replaced) if text in changed}
+    rules = build(replaced, codes)
+    letters = {letter for text, of in replaced.items() for part in (text, *of) for letter in part}
     verified = {unit: text for unit, text in wanted.items() if len(unit) == 1 or letters.intersection(unit)}
     for unit in _differences(rules, verified):
         raise ValueError(f"its normalization replaces {unit!r} by {wanted[unit]!r}")
     return rules
-
-
-def _changed_by_composition() -> set[str]:
-    """Characters that are replaced by their composition, although they stand alone."""
-    letters = [chr(code) for code in range(sys.maxunicode + 1) if not 0xD800 <= code < 0xE000 and chr(code) != _END]
-    return {letter for letter, text in zip(letters, _compose(letters), strict=True) if letter != text}
 
 
 def _compose(texts: Iterable[str]) -> list[str]:
@@ -260,24 +233,9 @@ def _compose(texts: Iterable[str]) -> list[str]:
     return normalizers.NFC().normalize_str(_END.join(texts)).split(_END)
 
 
-def _choose(rules: _Rules, different: Mapping[str, str]) -> tuple[_Replaced, ...]:
-    """Units to replace, the longest first, and codes for those that the other steps would change."""
-    units = defaultdict(set)
-    for unit, text in different.items():
-        units[text].add(unit)
-    changed = set(_differences(rules, {text: text for text in units}))
-    without_combining = _replace(rf"\A{rules.combining}", "")
-    changed |= {text for text in units if without_combining.normalize_str(text) != text}
-    order = sorted(units, key=lambda text: (-max(map(len, units[text])), text))
-    return tuple(
-        _Replaced(frozenset(units[text]), text, f"{_CODE}{number}{_CODE}" if text in changed else None)
-        for number, text in enumerate(order)
-    )
-
-
 def _differences(rules: _Rules, wanted: Mapping[str, str]) -> list[str]:
     """The keys that are not replaced by their values."""
     used = {letter for pair in wanted.items() for text in pair for letter in text}
     between = next(letter for letter in map(chr, range(0xE000, 0x110000)) if letter not in used)
-    normalized = normalizers.Sequence([*_apply(rules), *_restore(rules)]).normalize_str(between.join(wanted))
+    normalized = normalizers.Sequence([*rules.apply, *rules.restore]).normalize_str(between.join(wanted))
     return [unit for unit, text in zip(wanted, normalized.split(between), strict=True) if wanted[unit] != text]

@@ -186,26 +186,21 @@ def _is_own_name(name: str, value: Any) -> bool:
 
 
 def _numbered(place: str, decoder: Any) -> dict[int, dict[str, Any]]:
-    if not isinstance(decoder, dict):
-        raise UserError(f"{place}: {_DECODER} is not a map of ids to tokens")
+    _expect(isinstance(decoder, dict), place, _DECODER, "a map of ids to tokens", decoder)
     for number, token in decoder.items():
-        if not isinstance(token, dict):
-            raise UserError(f"{place}: {_DECODER} {number}: expected a map with content, not {token!r:.100}")
+        _expect(isinstance(token, dict), place, f"{_DECODER} {number}", "a map with content", token)
         _check_token(place, f"{_DECODER} {number}", token)
     return {_number(place, number): token for number, token in decoder.items()}
 
 
 def _number(place: str, number: Any) -> int:
-    try:
-        return int(number)
-    except (TypeError, ValueError):
-        raise UserError(f"{place}: {number!r} is not a token id") from None
+    _expect(str(number).isdecimal(), place, "added tokens", "a token id", number)
+    return int(number)
 
 
 def _listed(place: str, tokens: Any) -> list[Any]:
-    if not isinstance(tokens, list):
-        raise UserError(f"{place}: {_EXTRA}: expected a list of tokens, not {tokens!r:.100}")
-    return tokens
+    _expect(isinstance(tokens, list), place, _EXTRA, "a list of tokens", tokens)
+    return list(tokens)
 
 
 def _check_token(place: str, name: str, token: Any) -> None:
@@ -213,8 +208,10 @@ def _check_token(place: str, name: str, token: Any) -> None:
     flags = token.items() if isinstance(token, dict) else ()
     known = ("lstrip", "rstrip", "single_word", "normalized", "special")
     are_flags = all(key in ("content", "__type") or (key in known and isinstance(value, bool)) for key, value in flags)
-    if token is None or (isinstance(token_text(token), str) and are_flags):
-        return
-    raise UserError(
-        f"{place}: {name}: expected a token as text, or as a map with content and flags, not {token!r:.100}"
-    )
+    holds = token is None or (isinstance(token_text(token), str) and are_flags)
+    _expect(holds, place, name, "a token as text, or a map with content and flags", token)
+
+
+def _expect(holds: bool, place: str, name: str, expected: str, value: Any) -> None:
+    if not holds:
+        raise UserError(f"{place}: {name}: expected {expected}, not {value!r:.100}")

@@ -33,7 +33,7 @@ _STEPS_BETWEEN_CHECKS = 256
 _CHARACTER, _PIECE, _ITEM = 4, 64, 64
 
 # Filters that are put around parts of a template; no template can spell their names.
-_LOOP, _MADE, _JOINED = "(loop)", "(made)", "(joined)"
+_LOOP, _MADE = "(loop)", "(made)"
 
 # Filters and methods of texts whose result grows with a number that they are given.
 _SIZED = {"batch", "center", "expandtabs", "indent", "ljust", "rjust", "tojson", "truncate", "wordwrap", "zfill"}
@@ -76,8 +76,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, finalize=_written, **kwargs)
-        own = {_LOOP: _loop, _MADE: lambda value: value, _JOINED: lambda parts: "".join(map(str, parts))}
-        self.filters = _LimitedFilters(self.filters | own | {"round": _round})
+        self.filters = _LimitedFilters(self.filters | {_LOOP: _loop, _MADE: lambda value: value, "round": _round})
         del self.globals["lipsum"]  # random words, without a limit to their number
 
     def from_string(self, source: str | nodes.Template, *args: Any, **kwargs: Any) -> Template:
@@ -89,7 +88,9 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         _step()
         owner = getattr(getattr(function, "__wrapped__", function), "__self__", None)  # of a format method, wrapped
         if isinstance(owner, str):
-            args = _check_method(owner, function.__name__, args, kwargs)
+            if function.__name__ == "join" and args:
+                args = (list(args[0]),)
+            _check(_estimate(function.__name__, owner, [*args, *kwargs.values()]))
         return _charge(super().call(context, function, *args, **kwargs))
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
@@ -104,7 +105,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         elif operator == "+":
             _check(_shallow(left) + _shallow(right))
         elif operator == "%" and isinstance(left, str):
-            _check_format(left, right)
+            _check(_estimate("format", left, list(right) if isinstance(right, tuple) else [right]))
         return _charge(super().call_binop(context, operator, left, right))
 
 
@@ -117,7 +118,7 @@ class _Rewritten(NodeTransformer):
             data = sum(len(part.data) for part in node.find_all(nodes.TemplateData))
             node.iter = _around(node.iter, _LOOP, nodes.Const(data, lineno=node.lineno))
         elif isinstance(node, nodes.Concat):
-            return _around(nodes.List(node.nodes, lineno=node.lineno), _JOINED)
+            return _around(nodes.List(node.nodes, lineno=node.lineno), "join")
         elif isinstance(node, nodes.List | nodes.Dict | nodes.Getitem):
             is_new = not isinstance(node, nodes.Getitem) or isinstance(node.arg, nodes.Slice)
             return _around(node, _MADE) if is_new else node
@@ -141,15 +142,14 @@ class _LimitedFilters(dict[str, Callable[..., Any]]):
 
         @functools.wraps(function)
         def limited(*args: Any, **kwargs: Any) -> Any:
-            operands = [*args[skipped:], *kwargs.values()]
-            if name != _MADE:
-                _check(sum(map(_size, operands)))
-            if operands and isinstance(operands[0], str):
-                _check_method(operands[0], name, tuple(args[skipped + 1 :]), kwargs)
-            elif name == "join" and len(operands) > 1:
-                _check(_shallow(operands[1]) * len(operands[0]) if hasattr(operands[0], "__len__") else 0)
-            _check_numbers(name, operands[:1], operands[1:])
-            return _charge(function(*args, **kwargs))
+            own, operands = args[:skipped], list(args[skipped:])
+            if name == "join" and operands:
+                operands[0] = list(operands[0])  # whose length is known
+            others = [*operands[1:], *kwargs.values()]
+            if operands and name != _MADE:
+                _check(_size(operands[0]) + sum(map(_size, others)))
+                _check(_estimate(name, operands[0], others))
+            return _charge(function(*own, *operands, **kwargs))
 
         super().__setitem__(name, limited)
 
@@ -210,43 +210,30 @@ def _size(value: Any) -> int:
     return size(value)
 
 
-def _check_method(text: str, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Check the size of the result of a text's method, or of the filter of this name. -> its arguments"""
-    values = [*args, *kwargs.values()]
+def _estimate(name: str, first: Any, values: list[Any]) -> int:
+    """Bytes that the filter `name`, or the method of a text, may make of `first`, where that can be far more than its
+    operands have."""
+    numbers = [abs(value) for value in values if isinstance(value, int)]
+    if name == "join":  # a list by a text, or by a text a list
+        both = [first, *values[:1]]
+        length = max((len(value) for value in both if isinstance(value, list)), default=0)
+        return sum(map(_size, both)) + length * sum(_shallow(value) for value in both if isinstance(value, str))
     if name == "replace" and len(values) > 1:
-        _check(text.count(str(values[0])) * _shallow(str(values[1])))
-    elif name == "join" and values:
-        parts = list(values[0])
-        _check(_shallow(text) * len(parts) + _size(parts))
-        return (parts,)
-    elif name == "translate" and values and isinstance(values[0], Mapping):
-        _check(len(text) * max(map(_shallow, values[0].values()), default=0))
-    elif name in ("format", "format_map"):
-        _check_format(text, values)
-    elif name in ("split", "rsplit", "splitlines"):
-        separator = values[0] if values and isinstance(values[0], str) and values[0] else None
-        _check(_ITEM * (text.count(separator) if separator else sum(text.count(space) for space in " \t\r\n")))
-    _check_numbers(name, [text], values)
-    return args
-
-
-def _check_numbers(name: str, operands: Iterable[Any], values: Iterable[Any]) -> None:
-    """Check the size of a result that grows with the numbers or texts that a sized filter or method is given."""
+        return str(first).count(str(values[0])) * _shallow(str(values[1]))
+    if name == "translate" and values and isinstance(values[0], Mapping):
+        return len(first) * max(map(_shallow, values[0].values()), default=0)
+    if name in ("format", "format_map"):  # each field may have any of the values, and one of the widths or values
+        text = str(first)
+        widths = [int(digits) for digits in _WIDTH.findall(text)] + (numbers if "*" in text or ":{" in text else [])
+        fields = text.count("%") + text.count("{")
+        return fields * max([_CHARACTER * width for width in widths] + list(map(_size, values)), default=0)
+    if name in ("split", "rsplit", "splitlines"):
+        separators = values[:1] if values and isinstance(values[0], str) and values[0] else " \t\r\n"
+        return _ITEM * sum(first.count(separator) for separator in separators)
     if name in _SIZED:
-        numbers = [
-            abs(value) if isinstance(value, int) else len(value) for value in values if isinstance(value, int | str)
-        ]
-        _check(_CHARACTER * max(numbers, default=0) * (1 + sum(map(_size, operands)) // _CHARACTER))
-
-
-def _check_format(text: str, values: Any) -> None:
-    """Check the size of a formatted text: each field may have any of the values, and one of the widths or values."""
-    listed = values if isinstance(values, list | tuple) else [values]
-    widths = [int(digits) for digits in _WIDTH.findall(text)]
-    if "*" in text or ":{" in text:
-        widths += [abs(value) for value in listed if isinstance(value, int)]
-    fields = text.count("%") + text.count("{")
-    _check(fields * max([_CHARACTER * width for width in widths] + list(map(_size, listed)), default=0))
+        numbers += [len(value) for value in values if isinstance(value, str)]
+        return _CHARACTER * max(numbers, default=0) * (1 + _size(first) // _CHARACTER)
+    return 0
 
 
 def _step() -> None:

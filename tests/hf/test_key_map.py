@@ -67,10 +67,10 @@ def test_zeros_are_added_for_each_layer():
 
 
 def test_a_parameter_without_a_row_and_a_row_without_a_parameter_are_errors(params):
-    with pytest.raises(ValueError, match=r"unexpected \['extra'\]"):
+    with pytest.raises(ValueError, match="extra"):
         to_hf(TABLE, params | {"extra": np.zeros(1)}, num_layers=3, vocab_size=4)
     del params["plain"]
-    with pytest.raises(ValueError, match=r"missing \['plain'\]"):
+    with pytest.raises(ValueError, match="plain"):
         to_hf(TABLE, params, num_layers=3, vocab_size=4)
 
 

@@ -1,15 +1,15 @@
-"""Sentencepiece models give the same ids in lmtrain, in the sentencepiece library, and in transformers after export.
+"""Sentencepiece models give the same ids in lmtrain, in the sentencepiece library, and in transformers after export,
+in particular for text that spells names of pieces.
 
 Training: any text can be decoded exactly, equal texts give equal models, and no text is left out.
 """
-
-import random
 
 import numpy as np
 import pytest
 import sentencepiece
 from conftest import TRAIN_FILES, VALIDATION_FILES
-from sentencepiece_texts import train
+from sentencepiece_texts import CONTROL, HTML, PLAIN, RULES, SYMBOLS, check_ids, parsed, random_texts, train
+from tokenizers import Tokenizer
 
 from lmtrain.hf.find_tokenizer import open_tokenizer
 from lmtrain.hf.key_map import Piece, Row
@@ -20,21 +20,30 @@ from lmtrain.weights.write_export import Export, write_export
 
 TEXTS = [text for file in VALIDATION_FILES for text in read_texts(file, "text")]
 HARD = [
-    "Hello  world",
-    " lead",
-    "trail ",
-    "ünï ☃\n\nx",
-    "ﬁne ½ \uff46\uff55\uff4c\uff4c",
-    "日本語",
-    "tab\there",
-    "",
-    "  ",
-    "a▁b",
-    "e\u0301",
-    "🙂",
-    "<unk>",
-    "<0x0A> is <0x41>",
-    "foo the<0x",
+    *(
+        "Hello  world",
+        " lead",
+        "trail ",
+        "ünï ☃\n\nx",
+        "ﬁne ½ \uff46\uff55\uff4c\uff4c",
+        "日本語",
+        "tab\there",
+        "",
+        "  ",
+    ),
+    *("a▁b", "e\u0301", "🙂", "<unk>", "<0x0A> is <0x41>", "foo the<0x"),
+]
+NAMES = ["<unk>", "<s>", "</s>", "<0x41>", "<0x0A>", *CONTROL]
+TYPED = [
+    "the</s>rain",
+    "</s>",
+    "foo</s>foo",
+    "<D>",
+    "[INST] a [/INST]",
+    "<0x41>",
+    "foo<0x0A>the",
+    "<unk><unk>",
+    "\n</s>\n",
 ]
 LINES = [line for text in TEXTS for line in text.splitlines()] + HARD
 
@@ -70,7 +79,6 @@ def opened(tmp_path, content):
     ids=str,
 )
 def test_a_model_of_others_has_the_ids_of_the_library_here_and_in_transformers(options, tmp_path):
-    """On source code; tests/hf/test_sentencepiece_model.py compares more models on random texts."""
     words = [word for text in read_texts(TRAIN_FILES[0], "text") for word in text.split()]
     ours, library, theirs = opened(tmp_path, train(words, vocab_size=400, **options))
     for line in [*LINES, "the</s>rain", "½\u200dx\n"]:
@@ -80,39 +88,6 @@ def test_a_model_of_others_has_the_ids_of_the_library_here_and_in_transformers(o
             assert ours.backend.decode(ids) == library.decode(ids)
 
 
-@pytest.mark.parametrize("content", [b"", b"not a model", b"\x00" * 50])
-def test_other_content_is_refused(content):
-    with pytest.raises(UserError, match=r"tokenizer 'x\.model': not a sentencepiece model"):
-        convert_sentencepiece(content, "x.model")
-
-
-def varied_texts() -> list[str]:
-    """Several hundred texts: scripts, spaces, line ends, control characters, digits, and text that resembles pieces.
-
-    Without the sign that sentencepiece uses for a space, which its models do not restore.
-    """
-    chance = random.Random(0)
-    alphabets = ["ab \n", " \t\r\n", "0123456789.,- ", "<0x1Aunk> ", "def(x):\n    return", "аб漢字にほ한국العر ñéü"]
-    ranges = [(0x20, 0x7F), (0, 0x100), (0x300, 0x370), (0x2500, 0x2580), (0x4E00, 0x4F00), (0x1F300, 0x1F700)]
-    made = ["".join(chance.choices(alphabet, k=chance.randrange(60))) for alphabet in alphabets for _ in range(50)]
-    made += ["".join(chr(chance.randrange(*span)) for _ in range(chance.randrange(30))) for span in ranges * 20]
-    special = [
-        "\0",
-        "a\0b",
-        "\ufeffx",
-        "\ufffd",
-        "▅ ▅",
-        "👩‍👩‍👧‍👦 🇫🇷",
-        "\U0010ffff",
-        "\u2028\x85",
-        "<unk>",
-        "x<0x0A>y",
-        " " * 50,
-    ]
-    return [text for text in [*HARD, *TEXTS, *special, *made] if "▁" not in text]
-
-
-VARIED = varied_texts()
 DOCUMENTS = [text for file in (TRAIN_FILES[0], TRAIN_FILES[2]) for text in read_texts(file, "text")]
 KINDS = {"bpe": 500, "unigram": 320}
 
@@ -121,33 +96,24 @@ def learned(model_type: str, documents: list[str] = DOCUMENTS, lines: int = 1000
     return train_sentencepiece(documents, vocab_size or KINDS[model_type], model_type, lines)
 
 
-@pytest.fixture(scope="module", params=KINDS)
-def model(request) -> bytes:
-    return learned(request.param)
-
-
 def pieces(content: bytes) -> set[str]:
     theirs = sentencepiece.SentencePieceProcessor(model_proto=content)
     return {theirs.id_to_piece(number) for number in range(theirs.vocab_size())}
 
 
-def test_a_trained_model_is_the_same_tokenizer_everywhere_and_restores_any_text(model, tmp_path):
-    """Text that spells a control token stays text: HTML uses `<s>` for strikethrough."""
-    ours, library, theirs = opened(tmp_path, model)
-    assert len(VARIED) > 400
-    for text in [*VARIED, "<s></s>", "struck <s>through</s> text", "</s>b", "<0x0A><0x0A>", "x<0x41><unk>"]:
+@pytest.mark.parametrize("model_type", KINDS)
+def test_a_trained_model_is_the_same_tokenizer_everywhere_and_restores_any_text(model_type, tmp_path):
+    """Text that spells a control token stays text: HTML uses `<s>` for strikethrough. The layout is that of Llama."""
+    ours, library, theirs = opened(tmp_path, learned(model_type))
+    varied = [text for text in [*HARD, *TEXTS, *random_texts(1, 600, NAMES)] if "▁" not in text]  # decoded as a space
+    for text in [*varied, "<s></s>", "struck <s>through</s> text", "</s>b", "<0x0A><0x0A>", "x<0x41><unk>"]:
         ids = ours.backend.encode(text, add_special_tokens=False).ids
         assert ids == library.encode(text) == theirs(text)["input_ids"], text
         assert not {0, 1, 2} & set(ids)
         assert ours.backend.decode(ids) == theirs.decode(ids) == text
-
-
-def test_a_trained_model_has_the_layout_of_llama(model):
-    theirs = sentencepiece.SentencePieceProcessor(model_proto=model)
-    assert theirs.vocab_size() in KINDS.values()
-    assert [theirs.id_to_piece(number) for number in range(4)] == ["<unk>", "<s>", "</s>", "<0x00>"]
-    assert (theirs.unk_id(), theirs.bos_id(), theirs.eos_id(), theirs.pad_id()) == (0, 1, 2, -1)
-    assert theirs.decode(theirs.encode("ﬁne  ½ ")) == "ﬁne  ½ "
+    assert library.vocab_size() == KINDS[model_type]
+    assert [library.id_to_piece(number) for number in range(4)] == ["<unk>", "<s>", "</s>", "<0x00>"]
+    assert (library.unk_id(), library.pad_id()) == (0, -1)
 
 
 @pytest.mark.parametrize("model_type", KINDS)
@@ -182,30 +148,110 @@ def test_no_text_is_left_out_of_training(document):
     assert {"zebra", "quagga"} <= found
 
 
-@pytest.mark.parametrize("model_type", KINDS)
-def test_each_digit_is_a_separate_piece(model_type):
-    found = pieces(learned(model_type, [*DOCUMENTS, "in 2026 and 2027 " * 500]))
+def test_each_digit_is_a_separate_piece_and_indentation_gives_pieces():
+    found = pieces(learned("bpe", [*DOCUMENTS, "in 2026 and 2027 " * 500]))
     assert not [piece for piece in found if len(piece) > 1 and piece[0] != "<" and any(map(str.isdigit, piece))]
-
-
-def test_indentation_gives_pieces():
     documents = [f"def f():\n{' ' * depth}return\n" * 20 for depth in (4, 8, 12)]
     assert {"▁" * 2, "▁" * 4} <= pieces(learned("bpe", documents, vocab_size=280))
 
 
 @pytest.mark.parametrize("model_type", KINDS)
 def test_an_unsuitable_vocab_size_is_an_error_with_the_limit(model_type):
-    with pytest.raises(UserError, match=r"^vocab_size 9999: too large for this text: at most \d+ pieces$") as e:
+    with pytest.raises(UserError, match=r"^vocab_size 9999: .* \d+ pieces$") as e:
         learned(model_type, vocab_size=9999)
     most = int(str(e.value).split()[-2])
     assert len(pieces(learned(model_type, vocab_size=most))) == most
-    with pytest.raises(UserError, match=r"^vocab_size 261: too small for this text: .* \d+$") as e:
+    with pytest.raises(UserError, match=r"^vocab_size 261: .* \d+$") as e:
         learned(model_type, vocab_size=261)
     least = int(str(e.value).split()[-1])
     assert len(pieces(learned(model_type, vocab_size=least))) == least
 
 
-@pytest.mark.parametrize("documents", [[], ["", "\n\n"]])
-def test_no_text_is_a_user_error(documents):
-    with pytest.raises(UserError, match="no text to train on"):
-        learned("bpe", documents)
+def test_no_text_and_other_content_are_user_errors():
+    with pytest.raises(UserError, match="no text"):
+        learned("bpe", ["", "\n\n"])
+    for content in (b"", b"not a model"):
+        with pytest.raises(UserError, match=r"'x\.model'"):
+            convert_sentencepiece(content, "x.model")
+
+
+def converted(content: bytes) -> Tokenizer:
+    return convert_sentencepiece(content, "my.model")[0]
+
+
+def check(count: int, **options) -> None:
+    symbols = options.get("user_defined_symbols", [])
+    content = train(control_symbols=CONTROL, **options)
+    check_ids(content, converted(content), [*TYPED, *symbols, *random_texts(count, count, [*NAMES, *symbols])])
+
+
+@pytest.mark.parametrize(
+    ("model_type", "rule"),
+    [
+        *(("bpe", rule) for rule in ("identity", "nfkc", "nmt_nfkc_cf")),
+        *(("unigram", rule) for rule in ("identity", "nmt_nfkc", "nfkc_cf")),
+    ],
+)
+def test_random_texts_and_typed_names_have_the_ids_of_the_library(model_type, rule):
+    """Both settings of each option, in other combinations for each model."""
+    number = RULES.index(rule) + (model_type == "bpe")
+    options = {"model_type": model_type, "normalization_rule_name": rule}
+    plain = {"byte_fallback": number % 2 == 0, "add_dummy_prefix": number % 4 < 2, "words": PLAIN}
+    symbols = {"byte_fallback": number % 2 == 1, "treat_whitespace_as_suffix": number % 3 == 0, "words": HTML}
+    check(200, **options, **plain, remove_extra_whitespaces=number % 3 > 0, user_defined_symbols=SYMBOLS)
+    check(200, **options, **symbols, remove_extra_whitespaces=number % 3 == 0, user_defined_symbols=SYMBOLS)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("model_type", ["bpe", "unigram"])
+def test_thousands_of_texts_have_the_ids_of_the_library_with_each_option(model_type, rule):
+    """3,200 for each case, 32,000 in all, with all combinations of any four of five other options."""
+    for number in range(16):
+        check(
+            200,
+            model_type=model_type,
+            normalization_rule_name=rule,
+            byte_fallback=number.bit_count() % 2 == 0,
+            add_dummy_prefix=number % 2 == 0,
+            remove_extra_whitespaces=number // 2 % 2 == 0,
+            treat_whitespace_as_suffix=number // 4 % 2 == 0,
+            user_defined_symbols=SYMBOLS if number < 8 else [],
+            words=PLAIN if number % 3 else HTML,
+        )
+
+
+def with_pieces(model_type: str, pieces: list[tuple[str, float, int]], byte_fallback: bool = False) -> bytes:
+    """A model of these pieces, without changes of the text."""
+    proto = parsed(train(model_type=model_type, normalization_rule_name="identity", byte_fallback=byte_fallback))
+    reserved = [piece for piece in proto.pieces if piece.type not in (1, 4)]
+    del proto.pieces[len(reserved) :]
+    for text, score, kind in pieces:
+        piece = proto.pieces.add()
+        piece.piece, piece.score, piece.type = text, score, kind
+    proto.normalizer_spec.add_dummy_prefix = proto.normalizer_spec.remove_extra_whitespaces = False
+    return proto.SerializeToString()
+
+
+LETTERS = [(letter, -3.0 - number, 1) for number, letter in enumerate("▁abc</s>xD"[:9])]
+
+
+@pytest.mark.parametrize("byte_fallback", [True, False])
+def test_symbols_of_the_user_win_as_often_as_in_the_library(byte_fallback):
+    """A unigram model may prefer other pieces to a symbol."""
+    for score in (-1.0, -3.05, -3.95, -4.05, -8.0):
+        content = with_pieces("unigram", [*LETTERS, ("ab", score, 1), ("bc", 0.0, 4)], byte_fallback)
+        check_ids(content, converted(content), ["abc", "aabcc", "bcbc", "a</s>bc", "zbcz"])
+
+
+@pytest.mark.parametrize(
+    ("model_type", "byte_fallback", "pieces", "named"),
+    [
+        ("unigram", False, [*LETTERS, ("az", -1.0, 1)], "'<s>'"),
+        ("unigram", True, [("a", -1.0, 1), ("q", 0.0, 3)], "'q'"),
+        ("bpe", False, [*LETTERS, ("ab", -1.0, 5), ("abc", -2.0, 1)], "'ab'"),
+    ],
+)
+def test_a_piece_that_cannot_be_represented_is_named(model_type, byte_fallback, pieces, named):
+    with pytest.raises(UserError, match=rf"^tokenizer 'my\.model': .*{named}"):
+        converted(with_pieces(model_type, pieces, byte_fallback))

@@ -41,8 +41,7 @@ def written(text):
     return ChatTemplate(text, (("bos_token", "<s>"),), "chat.jinja:")
 
 
-@pytest.mark.parametrize("prompt", [False, True])
-@pytest.mark.parametrize("text", FEATURES)
+@pytest.mark.parametrize(("text", "prompt"), [(MARKED, False), *((text, True) for text in FEATURES)])
 def test_limits_change_no_text(monkeypatch, text, prompt):
     found = written(text).render(CONVERSATION, TOOLS, add_generation_prompt=prompt)
     monkeypatch.setattr(chat_template_utils, "ImmutableSandboxedEnvironment", ImmutableSandboxedEnvironment)
@@ -61,15 +60,14 @@ def test_limits_change_no_text(monkeypatch, text, prompt):
     assert list(found.generated) == (theirs[1][0] if "generation" in text else [])
 
 
-def test_a_large_conversation_is_written():
-    """20 MB, while another thread needs more memory than a template may use."""
-    turns = [{"role": role, "content": "a " * 5000} for role in ("user", "assistant")] * 1000
+def test_a_large_conversation_is_written_while_another_thread_uses_more_memory_than_a_template_may(monkeypatch):
+    monkeypatch.setattr(template_limits, "MAX_BYTES", 64 << 20)
+    turns = [{"role": role, "content": "a " * 5000} for role in ("user", "assistant")] * 50
     made = []
-    other = threading.Thread(target=lambda: made.append(len(bytearray(template_limits.MAX_BYTES + (1 << 29)))))
+    other = threading.Thread(target=lambda: made.append(len(bytearray(100 << 20))))
     other.start()
-    text = written(MARKED).render(turns).text
+    assert len(written(MARKED).render(turns).text) > 1_000_000
     other.join()
-    assert len(text) > 20_000_000
     assert made
 
 
@@ -96,7 +94,6 @@ GROW = "{%% set ns = namespace(x='abc') %%}{%% for i in range(99) %%}\n{%% set n
         GROW % "ns.x.translate({97: ns.x})",
         "{% set a = 'x' * 9999 %}{% set ns = namespace(x=[]) %}\n{% for i in range(99999) %}"
         "{% set ns.x = [ns.x, a[1:]] %}{% endfor %}",
-        "\n{{ 'a'|center(10**10) }}",
         "\n{{ 'a'|center(10000000000) }}",
         "\n{{ 'a'.ljust(10**10) }}",
         "\n{{ 'a\\n\\nb'|indent(10**10) }}",
@@ -107,6 +104,8 @@ GROW = "{%% set ns = namespace(x='abc') %%}{%% for i in range(99) %%}\n{%% set n
         "\n{{ messages|tojson(indent=10**10) }}",
         "\n{{ 'abc'|batch(10**10, 'x')|list }}",
         "\n{{ [range(99999)|list]|list * 999 }}",
+        "\n{{ range(99999)|map('string')|join('x' * 9999) }}",
+        "\n{{ ('a' * 9999)|join('x' * 9999) }}",
         f"{NESTED}\n{{{{ a }}}}",
         f"{NESTED}\n{{{{ a|tojson }}}}",
         f"{NESTED}\n{{{{ a|string }}}}",
@@ -118,7 +117,8 @@ def test_huge_texts_end_with_the_line(monkeypatch, text):
     monkeypatch.setattr(template_limits, "MAX_BYTES", 32 << 20)
     with pytest.raises(UserError) as caught:
         written(text).render(CONVERSATION)
-    assert str(caught.value).startswith("chat.jinja:2: the chat template uses more than 32 MiB of memory")
+    assert str(caught.value).startswith("chat.jinja:2: ")
+    assert "32 MiB" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -133,18 +133,13 @@ def test_the_time_of_a_conversation_is_limited(monkeypatch, text):
     monkeypatch.setattr(template_limits, "MAX_SECONDS", 0.2)
     template = written(text)
     for _ in range(2):  # each has its own time
-        with pytest.raises(UserError, match=r"chat\.jinja:\d: the chat template runs longer than 0.2 s"):
+        with pytest.raises(UserError, match=r"chat\.jinja:\d: .* 0\.2 s"):
             template.render(CONVERSATION)
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("10 ** 10000000000", "computes with integers of more than 65,536 bits"),
-        ("(10 ** 9999) * (10 ** 9999)", "computes with integers of more than 65,536 bits"),
-        ("3.14|round(10000000000, 'ceil')", "rounds to 10000000000 digits"),
-    ],
+    "text", ["10 ** 10000000000", "(10 ** 9999) * (10 ** 9999)", "3.14|round(10000000000, 'ceil')"]
 )
-def test_large_integers_are_refused(text, words):
-    with pytest.raises(UserError, match=rf"chat\.jinja:2: the chat template {words}"):
+def test_large_integers_are_refused(text):
+    with pytest.raises(UserError, match=r"chat\.jinja:2: .* (65,536 bits|10000000000 digits)"):
         written(f"\n{{{{ {text} }}}}").render(CONVERSATION)

@@ -52,51 +52,35 @@ def test_a_folder_is_loaded_again_only_if_its_files_have_changed(folder):
     assert load_tokenizer(folder).fingerprint != first.fingerprint
 
 
-def test_special_tokens_may_be_written_as_maps(folder):
-    config = {"eos_token": {"content": END_OF_TEXT, "lstrip": False}}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    tokenizer = load_tokenizer(str(folder))
-    assert (tokenizer.eos_id, tokenizer.bos_id) == (0, None)
-
-
 @pytest.mark.parametrize(
-    ("file", "content", "message"),
+    ("file", "content"),
     [
-        ("tokenizer.json", None, "the folder holds no tokenizer.json; make one with `lmtrain tokenizer train"),
-        ("tokenizer.json", "{}", "tokenizer.json: not a tokenizer"),
-        ("tokenizer.json", {"pre_tokenizer": SPLIT | {"pattern": {"Regex": "("}}}, "tokenizer.json: not a tokenizer"),
-        ("tokenizer.json", {"pre_tokenizer": {"type": "Other"}}, "tokenizer.json: not a tokenizer"),
-        (
-            "tokenizer.json",
-            {"model": {"type": "BPE", "vocab": {"a": 2**31}, "merges": []}},
-            "the token id 2,147,483,648",
-        ),
-        (
-            "tokenizer.json",
-            {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
-            "tokenizer.json: not a tokenizer",
-        ),
-        ("tokenizer_config.json", "{", "tokenizer_config.json: not valid JSON"),
-        ("tokenizer_config.json", '{"a":' * 100_000, "tokenizer_config.json: not valid JSON: nested too deeply"),
-        ("tokenizer.json", '{"a":' * 100_000, "tokenizer.json: not a tokenizer: "),
-        ("tokenizer_config.json", "[]", "tokenizer_config.json: not a JSON object"),
-        ("tokenizer_config.json", '{"eos_token": 3}', "tokenizer_config.json: eos_token: expected a token as text"),
-        ("tokenizer_config.json", '{"eos_token": {"text": "a"}}', "tokenizer_config.json: eos_token: expected a token"),
-        ("tokenizer_config.json", '{"added_tokens_decoder": {"x": {"content": "a"}}}', "'x' is not a token id"),
-        ("tokenizer_config.json", '{"added_tokens_decoder": {"5": "a"}}', "added_tokens_decoder 5: expected a map"),
-        ("tokenizer_config.json", '{"extra_special_tokens": "a"}', "extra_special_tokens: expected a list"),
-        ("special_tokens_map.json", '{"pad_token": [1]}', "special_tokens_map.json: pad_token: expected a token"),
-        ("added_tokens.json", '{"<new>": null}', "added_tokens.json: None is not a token id"),
+        ("tokenizer.json", None),
+        ("tokenizer.json", "{}"),
+        ("tokenizer.json", {"pre_tokenizer": SPLIT | {"pattern": {"Regex": "("}}}),
+        ("tokenizer.json", {"model": {"type": "BPE", "vocab": {"a": 2**31}, "merges": []}}),
+        ("tokenizer.json", {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}}),
+        ("tokenizer.json", '{"a":' * 100_000),
+        ("tokenizer_config.json", "{"),
+        ("tokenizer_config.json", '{"a":' * 100_000),
+        ("tokenizer_config.json", "[]"),
+        ("tokenizer_config.json", '{"eos_token": 3}'),
+        ("tokenizer_config.json", '{"eos_token": {"text": "a"}}'),
+        ("tokenizer_config.json", '{"added_tokens_decoder": {"x": {"content": "a"}}}'),
+        ("tokenizer_config.json", '{"added_tokens_decoder": {"5": "a"}}'),
+        ("tokenizer_config.json", '{"extra_special_tokens": "a"}'),
+        ("special_tokens_map.json", '{"pad_token": [1]}'),
+        ("added_tokens.json", '{"<new>": null}'),
     ],
 )
-def test_a_corrupt_folder_is_a_user_error(folder, file, content, message):
+def test_a_corrupt_folder_is_a_user_error_that_names_the_file(folder, file, content):
     whole = json.loads((folder / "tokenizer.json").read_text())
     (folder / file).unlink(missing_ok=True)
     if isinstance(content, dict):
         content = json.dumps(whole | content)
     if content is not None:
         (folder / file).write_text(content)
-    with pytest.raises(UserError, match=message.replace("(", r"\(")):
+    with pytest.raises(UserError, match=file):
         load_tokenizer(str(folder))
 
 
@@ -133,7 +117,6 @@ CONFIG, MAP, ADDED, MODEL = "tokenizer_config.json", "special_tokens_map.json", 
 NEW = {"content": "<new>", "lstrip": False, "rstrip": False, "normalized": True, "single_word": False, "special": False}
 PADDING = {"strategy": "BatchLongest", "direction": "Right", "pad_id": 0, "pad_type_id": 0, "pad_token": "<pad>"}
 FOLDERS = {
-    "special tokens, old key": {CONFIG: {"additional_special_tokens": ["<new>", "<pad>"]}},
     "special tokens": {CONFIG: {"extra_special_tokens": ["<new>"], "additional_special_tokens": ["<pad>"]}},
     "special tokens, by name": {CONFIG: {"extra_special_tokens": {"new_token": "<new>"}, "eos_token": "<pad>"}},
     "token of the model": {CONFIG: {"image_token": "<new>", "pad_token": "<pad>"}},
@@ -150,7 +133,6 @@ FOLDERS = {
     "added": {CONFIG: {"pad_token": "<pad>"}, ADDED: {"<pad>": 301, "<new>": 300}},
     "added without effect": {CONFIG: {"added_tokens_decoder": {}}, ADDED: {"<new>": 300}},
     "class": {CONFIG: {"tokenizer_class": "GPT2Tokenizer"}},
-    "class, older name": {CONFIG: {"tokenizer_class": "GPT2TokenizerFast", "eos_token": "<new>"}},
     "class without an end of text": {CONFIG: {"tokenizer_class": "GPT2Tokenizer", "eos_token": None}},
     "class of the model": {CONFIG: {"model_max_length": 9}, MODEL: {"model_type": "gpt2"}},
     "generic class": {CONFIG: {"tokenizer_class": "PreTrainedTokenizerFast"}, MODEL: {"model_type": "gpt2"}},
@@ -204,7 +186,7 @@ def test_a_tokenizer_with_a_similar_name_is_suggested(tmp_path, monkeypatch):
     (tmp_path / "my_tokenizer" / "tokenizer.json").touch()
     for wrong, hint in (("my_tokeniser", "'my_tokenizer'"), ("./my_tokeniser", "'./my_tokenizer'")):
         for load in (load_tokenizer, open_tokenizer):
-            with pytest.raises(UserError, match=rf"did you mean {hint}\?"):
+            with pytest.raises(UserError, match=hint):
                 load(wrong)
-    with pytest.raises(UserError, match="tokenizer 'other': no such folder; make one with"):
+    with pytest.raises(UserError, match="'other': no such folder"):
         load_tokenizer("other")

@@ -2,6 +2,8 @@
 
 import json
 import os
+import sys
+from collections import OrderedDict
 
 import ml_dtypes
 import numpy as np
@@ -12,7 +14,7 @@ from safetensors.numpy import save
 
 from lmtrain.hf.find_tokenizer import find_tokenizer
 from lmtrain.hf.tokenizer import load_tokenizer
-from lmtrain.hf.weight_files import locate, open_weights, read_model_config, read_model_json
+from lmtrain.hf.weight_files import TorchWeights, locate, open_weights, read_model_config, read_model_json
 from lmtrain.runtime.errors import UserError
 from lmtrain.runtime.storage import is_url, join, open_fs, write_bytes
 
@@ -100,27 +102,27 @@ def test_a_corrupt_or_missing_file_among_several_is_named(folder):
     assert str(error.value).startswith(f"{folder}: model-two.safetensors is missing")
 
 
-WITHOUT_MAP = [{}, {"weight_map": {}}, {"weight_map": ["a"]}, {"weight_map": None}]
-WITHOUT_NAMES = [{"weight_map": {"a": file}} for file in (3, None, ["model-one.safetensors"])]
-
-
-@pytest.mark.parametrize("values", [*WITHOUT_MAP, *WITHOUT_NAMES], ids=str)
+@pytest.mark.parametrize("values", [{}, {"weight_map": {}}, {"weight_map": ["a"]}, {"weight_map": {"a": 3}}], ids=str)
 def test_an_index_without_a_map_of_names_is_refused(folder, values):
     save_index(folder, values)
-    with pytest.raises(UserError) as error:
+    with pytest.raises(UserError, match=r"model\.safetensors\.index\.json .*weight_map"):
         open_weights(folder)
-    assert str(error.value) == f"{folder}: model.safetensors.index.json has no weight_map"
 
 
-@pytest.mark.parametrize("outside", ["../outside", "/outside", "part/../../outside", "memory://outside", "..\\outside"])
-@pytest.mark.parametrize("ending", ["safetensors", "bin"])
+@pytest.mark.parametrize(
+    ("outside", "ending"),
+    [
+        *((outside, "safetensors") for outside in ("/outside", "part/../../outside", "..\\outside")),
+        *((outside, "bin") for outside in ("../outside", "memory://outside")),
+    ],
+)
 def test_an_index_that_names_a_file_outside_the_folder_is_refused(tmp_path, outside, ending):
     (tmp_path / "model" / "part").mkdir(parents=True)
     name = f"{outside}.{ending}"
     write_safetensors(str(tmp_path / f"outside.{ending}"), {"a": TENSORS["a"]})
     stem = "model" if ending == "safetensors" else "pytorch_model"
     save_index(tmp_path / "model", {"weight_map": {"a": name}}, f"{stem}.{ending}.index.json")
-    with pytest.raises(UserError, match=r"index\.json names .*outside.*, which is not in the model's folder"):
+    with pytest.raises(UserError, match=r"index\.json names .*outside"):
         open_weights(str(tmp_path / "model"))
 
 
@@ -133,17 +135,17 @@ def test_an_index_may_name_files_in_a_folder_of_the_model(folder):
 
 
 @pytest.mark.parametrize(
-    ("content", "reason"),
-    [(b'{"weight_map": {"a"', ""), (b'{"a":' * 100_000, "nested too deeply")],
-    ids=["cut", "deep"],
+    "content",
+    [b'{"weight_map": {"a"', b'{"a":' * 100_000, b"", b"\xff\xfe{", b"[]"],
+    ids=["cut", "deep", "empty", "bytes", "list"],
 )
-def test_an_index_or_config_that_is_not_json_is_refused(folder, content, reason):
+def test_an_index_or_config_that_is_not_a_json_object_is_refused(folder, content):
     for name in ("config.json", "model.safetensors.index.json"):
         write_bytes(join(folder, name), content)
     for name, read in (("config.json", read_model_config), ("model.safetensors.index.json", open_weights)):
         with pytest.raises(UserError) as error:
             read(folder)
-        assert str(error.value).startswith(f"{folder}: {name} is not valid JSON: {reason}")
+        assert str(error.value).startswith(f"{folder}: {name} ")
 
 
 # torch files
@@ -155,6 +157,92 @@ def test_torch_files_are_read_also_from_several(tmp_path):
     os.remove(tmp_path / "pytorch_model-one.bin")
     with pytest.raises(UserError, match=r"pytorch_model-one\.bin is missing"):
         open_weights(str(tmp_path))
+
+
+TWO = torch.ones(2)
+BEFORE_1_6 = {"_use_new_zipfile_serialization": False}
+
+
+@pytest.fixture
+def path(tmp_path):
+    return str(tmp_path / "pytorch_model.bin")
+
+
+def refusal(path: str) -> str:
+    with pytest.raises(UserError) as error:
+        TorchWeights([path])
+    return str(error.value)
+
+
+@pytest.mark.parametrize("options", [{}, BEFORE_1_6], ids=["zip", "before 1.6"])
+def test_tensors_are_read_in_their_dtypes(path, options):
+    torch.save(OrderedDict((name, to_torch(array)) for name, array in TENSORS.items()), path, **options)
+    weights = TorchWeights([path])
+    assert weights.dtypes == {name: array.dtype.name for name, array in TENSORS.items()}
+    assert_same(weights)
+
+
+def test_a_tensor_does_not_change_with_the_file_after_the_read(path):
+    torch.save({"a": torch.full((16,), 3.0)}, path)
+    read = TorchWeights([path]).read("a")
+    with open(path, "r+b") as file:
+        content = file.read().replace(np.float32(3).tobytes(), np.float32(4).tobytes())
+        file.seek(0)
+        file.write(content)
+    np.testing.assert_array_equal(read, np.full(16, 3, np.float32))
+
+
+def test_views_transposes_and_parameters_are_read_correctly(path):
+    base = torch.arange(12.0).reshape(3, 4)
+    tensors = {"t": base.T, "row": base[1], "half": base.bfloat16().T, "parameter": torch.nn.Parameter(base)}
+    torch.save(tensors, path)
+    weights = TorchWeights([path])
+    for name, tensor in tensors.items():
+        np.testing.assert_array_equal(weights.read(name).astype(np.float32), tensor.detach().float().numpy())
+    np.testing.assert_array_equal(weights.read_rows("t", 1, 3), base.T[1:3].numpy())
+
+
+class Code:
+    """Unpickling this creates a file."""
+
+    def __init__(self, path: str):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (self.path, "w")
+
+
+@pytest.mark.parametrize("options", [{}, BEFORE_1_6], ids=["zip", "before 1.6"])
+def test_code_in_a_file_is_refused_and_not_run(tmp_path, path, options):
+    torch.save({"a": TWO, "b": Code(str(tmp_path / "was run"))}, path, **options)
+    assert refusal(path).startswith(f"{path}: ")
+    assert os.listdir(tmp_path) == ["pytorch_model.bin"]
+    torch.load(path, weights_only=False)["b"].close()  # this runs the code
+    assert (tmp_path / "was run").exists()
+
+
+@pytest.mark.parametrize("content", [{"a": TWO, "epoch": 3}, {"model": {"a": TWO}}, [TWO], {0: TWO}], ids=str)
+def test_content_other_than_a_map_of_names_to_tensors_is_refused(path, content):
+    torch.save(content, path)
+    assert refusal(path).startswith(f"{path}: ")
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04" + bytes(90), None])
+def test_an_invalid_or_truncated_file_is_an_error_with_its_name(path, content):
+    if content is None:
+        torch.save({"a": torch.zeros(5000)}, path)
+        with open(path, "rb") as file:
+            content = file.read()[:9000]
+    with open(path, "wb") as file:
+        file.write(content)
+    assert refusal(path).startswith(f"{path}: ")
+
+
+def test_urls_and_a_missing_torch_are_errors(path, monkeypatch):
+    assert refusal(f"memory://{path}").startswith(f"memory://{path}: ")
+    torch.save({"a": TWO}, path)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert "`pip install torch`" in refusal(path)
 
 
 # of two layouts
@@ -177,9 +265,9 @@ def test_one_file_is_read_and_not_an_index_next_to_it_as_in_transformers(folder,
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda where: where.pop("d"), r"does not list d, which .*model-one\."),
-        (lambda where: where.update(e=where["b"]), r"lists e for .*model-two\..*, which does not have it"),
-        (lambda where: where.update(a=where["b"]), r"lists a for .*model-two\."),
+        (lambda where: where.pop("d"), r" d,.*model-one\."),
+        (lambda where: where.update(e=where["b"]), r" e .*model-two\."),
+        (lambda where: where.update(a=where["b"]), r" a .*model-two\."),
     ],
 )
 def test_an_index_that_does_not_describe_its_files_is_refused(tmp_path, ending, change, message):
@@ -195,9 +283,8 @@ def test_an_index_that_does_not_describe_its_files_is_refused(tmp_path, ending, 
 
 @pytest.mark.parametrize("ending", ["safetensors", "bin"])
 def test_a_tensor_in_two_files_is_refused(tmp_path, ending):
-    write = write_safetensors if ending == "safetensors" else write_torch
+    write, stem = {"safetensors": (write_safetensors, "model"), "bin": (write_torch, "pytorch_model")}[ending]
     save_sharded(tmp_path, ending, write)
-    stem = "model" if ending == "safetensors" else "pytorch_model"
     write(str(tmp_path / f"{stem}-two.{ending}"), {"a": TENSORS["a"], "b": TENSORS["b"]})
     with pytest.raises(UserError, match=rf"a is also in .*{stem}-"):
         open_weights(str(tmp_path))
@@ -207,40 +294,25 @@ def test_a_tensor_in_two_files_is_refused(tmp_path, ending):
 
 
 def test_a_config_is_read(folder):
+    with pytest.raises(UserError, match=r"no config\.json"):
+        read_model_config(folder)
     write_bytes(join(folder, "config.json"), '{"model_type": "gpt2", "ü": null}'.encode())
     assert read_model_config(folder) == {"model_type": "gpt2", "ü": None}
     assert read_model_json(folder, "generation_config.json") is None
     assert locate(folder, "config.json") == join(folder, "config.json")
     assert locate(folder, "tokenizer.json") is None
-    with pytest.raises(UserError) as error:
+    with pytest.raises(UserError, match=r"no model\.safetensors and no pytorch_model\.bin"):
         open_weights(folder)
-    assert str(error.value) == f"{folder}: there is no model.safetensors and no pytorch_model.bin"
-
-
-def test_a_folder_without_a_config(folder):
-    write_safetensors(join(folder, "model.safetensors"), TENSORS)
-    with pytest.raises(UserError) as error:
-        read_model_config(folder)
-    assert str(error.value) == f"{folder}: there is no config.json; not a Hugging Face model"
-
-
-@pytest.mark.parametrize(
-    ("content", "reason"),
-    [(text, "is not valid JSON: ") for text in (b"{'a': 1}", b"", b"\xff\xfe{")]
-    + [(text, "is not a JSON object") for text in (b"[]", b"3", b"null", b'"gpt2"')],
-)
-def test_a_config_that_is_not_an_object_is_an_error_with_its_name(folder, content, reason):
-    write_bytes(join(folder, "config.json"), content)
-    with pytest.raises(UserError) as error:
-        read_model_config(folder)
-    assert str(error.value).startswith(f"{folder}: config.json {reason}")
 
 
 @pytest.mark.parametrize(
     ("ref", "reason"),
-    [(ref, "no such folder") for ref in ("./exports/step-9", "/no/such folder", "~/nothing-of-that-name", "../x")]
-    + [(ref, "no local folder") for ref in ("a b", "a/b/c")]
-    + [("acme/nothing-of-that-name", "cannot be read from the hub")],
+    [
+        ("./exports/step-9", "no such folder"),
+        ("~/nothing-of-that-name", "no such folder"),
+        ("a/b/c", "no local folder"),
+        ("acme/nothing-of-that-name", "cannot be read from the hub"),
+    ],
 )
 def test_a_missing_folder_is_an_error_and_also_one_that_is_no_hub_id(ref, reason, tmp_path, monkeypatch):
     (tmp_path / "empty").mkdir()
@@ -248,8 +320,6 @@ def test_a_missing_folder_is_an_error_and_also_one_that_is_no_hub_id(ref, reason
     with pytest.raises(UserError, match=reason) as error:
         open_weights(ref)
     assert ref in str(error.value).splitlines()[0]
-    if reason != "no such folder":
-        assert str(error.value).endswith(f"there is no local folder {ref} either")
 
 
 @pytest.mark.parametrize(
@@ -264,5 +334,5 @@ def test_a_missing_folder_is_an_error_and_also_one_that_is_no_hub_id(ref, reason
 )
 def test_a_pointer_of_git_lfs_is_named_with_the_command_that_downloads_the_file(tmp_path, name, load):
     (tmp_path / name).write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 17082660\n")
-    with pytest.raises(UserError, match=rf"{name}.*a pointer of Git LFS.*git lfs pull"):
+    with pytest.raises(UserError, match=rf"{name}.*git lfs pull"):
         load(str(tmp_path))

@@ -13,17 +13,9 @@ from lmtrain.sharding.mesh import build_layout
 from lmtrain.weights.load_hf import load_hf_params
 
 VOCAB, LENGTH = 10, 12
-
-
 SIZES = {"hidden_dim": 8, "num_heads": 2, "num_layers": 2, "seq_len": LENGTH}
-
-
 GPT2 = Gpt2Config(**SIZES)
-
-
 LLAMA = LlamaConfig(**SIZES, intermediate_dim=12)
-
-
 WTE, WPE, HEAD = "transformer.wte.weight", "transformer.wpe.weight", "lm_head.weight"
 
 

@@ -1,19 +1,30 @@
-"""Parameters are restored alone, in the dtype they were saved in; with model averaging, their average in float32."""
+"""Parameters of a run: restored alone, in the dtype they were saved in (with averaging, their average in float32),
+new, or those of the frozen base of adapters."""
+
+import json
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from flax.linen import meta
+from lora.exported import Exported, config_of
 from models.quick import TwoTokenLM
+from safetensors.numpy import save_file
 
 from lmtrain.checkpoint.checkpointer import Checkpointer
 from lmtrain.checkpoint.config import CheckpointerConfig, Kind
 from lmtrain.checkpoint.discovery import find_checkpoints
-from lmtrain.models.params import abstract_params
+from lmtrain.lora.model import ADAPTERS, BASE, adapt
+from lmtrain.models.params import abstract_params, initializer, with_dtype
+from lmtrain.models.registry import build_model
+from lmtrain.run.config import RunConfig
+from lmtrain.runtime.errors import UserError
+from lmtrain.runtime.logging import log
 from lmtrain.sharding.config import PartitioningConfig
 from lmtrain.sharding.mesh import build_layout
-from lmtrain.weights.load_checkpoint import restore_params
+from lmtrain.weights.load_checkpoint import base_dtype, load_base, new_params, restore_params
 
 MODEL = TwoTokenLM(8, 12)
 
@@ -37,3 +48,70 @@ def test_parameters_are_restored_alone_in_their_saved_dtype(tmp_path, dtype, ave
     ):
         assert leaf.dtype == expected.dtype
         assert np.asarray(leaf).tobytes() == np.asarray(expected).tobytes()
+
+
+ONE, HALF = np.ones(2, np.float32), np.ones(2, ml_dtypes.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("values", "tensors", "expected"),
+    [
+        ({"dtype": "float16"}, {"a": ONE}, "float16"),
+        ({"torch_dtype": "bfloat16"}, {"a": ONE}, "bfloat16"),
+        ({"dtype": "auto"}, {"a": HALF, "counts": np.ones(2, np.int32)}, "bfloat16"),
+        ({}, {"a": HALF, "b": ONE}, "float32"),
+    ],
+)
+def test_the_dtype_is_that_of_the_config_or_of_all_stored_weights(tmp_path, values, tensors, expected):
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert base_dtype(RunConfig(), str(tmp_path)) == expected
+
+
+def test_a_base_has_its_dtype_and_a_changed_one_is_refused(tmp_path, caplog):
+    exported = Exported(tmp_path, "gpt2", {}, {"base_dtype": "bfloat16"})
+    arguments = exported.config, exported.model, exported.layout, str(tmp_path / "base"), exported.tokenizer.identity
+    with caplog.at_level("INFO", log.name):
+        base = load_base(*arguments)
+    digest = base.identity.fingerprint
+    assert base.params["norm_final"]["scale"].dtype.name == "bfloat16"
+    assert base.run_info == {"initialize_from_hf": str(tmp_path / "base"), "fingerprint": digest}
+    assert base.identity == (digest, "bfloat16")
+    assert f"bfloat16, frozen; fingerprint {digest[:12]}" in caplog.text
+    assert load_base(*arguments, saved=base.run_info).identity == base.identity
+    with pytest.raises(UserError, match=rf"{digest[:12]}.* 0000"):
+        load_base(*arguments, saved=base.run_info | {"fingerprint": "0" * 32})
+
+
+CONFIG = config_of("llama", {"num_layers": 1}, {"modules_to_save": ["lm_head"]})
+INNER = build_model(CONFIG.model, 20)
+KEY = jax.random.key(1)
+
+
+def shapes(model, dtype):
+    return with_dtype(meta.unbox(abstract_params(model)), dtype)
+
+
+def test_parameters_are_those_of_the_initializer_rounded_to_their_dtype():
+    params, frozen = new_params(INNER, KEY, shapes(INNER, "bfloat16"))
+    assert frozen is None
+    expected = meta.unbox(initializer(INNER)(KEY))
+    jax.tree.map(lambda found, exact: np.testing.assert_array_equal(found, exact.astype("bfloat16")), params, expected)
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_adapters_start_from_the_base_which_is_new_or_exists_already(exists):
+    model = adapt(CONFIG.lora, CONFIG.model, INNER)
+    abstract = shapes(model, "float32")
+    base = jax.tree.map(lambda leaf: jnp.full(leaf.shape, 2.0), abstract[BASE]) if exists else None
+    of_base = with_dtype(abstract[BASE], "bfloat16")
+    adapters, frozen = new_params(model, KEY, abstract[ADAPTERS], of_base, base)
+    assert adapters["blocks"]["attn"]["q"]["lora_a"].any()
+    assert not adapters["blocks"]["attn"]["q"]["lora_b"].any()
+    if exists:
+        assert frozen is None
+        assert (adapters["unembed"]["embedding"] == 2).all()
+    else:
+        assert {leaf.dtype.name for leaf in jax.tree.leaves(frozen)} == {"bfloat16"}
+        table = adapters["unembed"]["embedding"]
+        np.testing.assert_array_equal(table.astype("bfloat16"), frozen["unembed"]["embedding"])

@@ -1,12 +1,18 @@
 """Benchmarks as an evaluation of a run: names of metrics, what is refused, and what happens if a task fails."""
 
+import dataclasses
 import logging
+import sys
 
 import pytest
+from chat_tokenizer import write_chat_tokenizer
 from evaluation.local_tasks import harness
 
+from lmtrain.evaluation.benchmarks.check import check_benchmarks
 from lmtrain.evaluation.benchmarks.evaluator import Benchmarks, metrics_of
+from lmtrain.evaluation.benchmarks.language_model import generation_limits
 from lmtrain.evaluation.run import Evaluations
+from lmtrain.hf.tokenizer import load_tokenizer
 from lmtrain.runtime.errors import UserError
 
 
@@ -27,7 +33,9 @@ def test_metrics_have_the_names_of_tasks_and_no_standard_errors_in_training(gpt2
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"task_spec": ["local_choic"]}, ["  local_choic; did you mean local_choice"]),
+        pytest.param(  # the library reads all its tasks
+            {"task_spec": ["local_choic"]}, ["  local_choic; did you mean local_choice"], marks=pytest.mark.long
+        ),
         ({"include_path": "nowhere"}, ["eval_harness.include_path: nowhere"]),
         ({"max_eval_length": 129}, ["eval_harness.max_eval_length: 129", "128"]),
         ({"max_eval_length": 20}, ["local_text", "20 tokens"]),
@@ -60,3 +68,35 @@ def test_numbers_of_tasks_and_groups_are_metrics_with_the_name_of_their_filter()
         "groups": {"all": {"acc,none": 0.25}},
     }
     assert dict(metrics_of(results, {"a": "mine"})) == {"mine/acc": 0.5, "mine/match/strict": 1.0, "all/acc": 0.25}
+
+
+def test_without_lm_eval_the_extra_is_named(tmp_path, monkeypatch):
+    config = harness(tmp_path)
+    check_benchmarks(config)
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    with pytest.raises(UserError, match=r"lmtrain\[eval\]"):
+        check_benchmarks(config)
+
+
+def test_a_generation_has_the_limits_of_its_task_or_those_of_lm_eval():
+    settings = {"until": ["e", "ra"], "max_gen_toks": 20, "temperature": 0.0}
+    assert generation_limits("one", settings, 64) == (20, ("e", "ra"))
+    assert generation_limits("one", {}, 512) == (256, ())
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [({"do_sample": True, "temperature": 0.7}, "0.7"), ({"num_beams": 4}, "num_beams"), ({"max_gen_toks": 64}, "64")],
+)
+def test_generations_that_are_not_greedy_or_leave_no_room_are_refused(settings, named):
+    with pytest.raises(UserError, match=f"the task one .*{named}"):
+        generation_limits("one", settings, 64)
+
+
+def test_a_template_that_fails_is_an_error_with_its_line(gpt2, tmp_path):
+    context, params = gpt2
+    tokenizer = load_tokenizer(str(write_chat_tokenizer(tmp_path / "tokenizer", "a\n{{ 1 / 0 }}")))
+    one = Benchmarks(harness(tmp_path, "local_choice", apply_chat_template=True), None)
+    one.prepare(dataclasses.replace(context, tokenizer=tokenizer))
+    with pytest.raises(UserError, match=r"eval_harness\.apply_chat_template: .*line 2: division"):
+        one.evaluate(params, 0)
