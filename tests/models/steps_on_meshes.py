@@ -34,10 +34,10 @@ MODELS = {
     "window": (families.window_model(4, **CAPS), MESHES, ["fsdp"], {}),
     "auxiliary": (families.auxiliary_model(), MESHES, ["fsdp"], {}),
     "mixed": (MIXED, EXPERTS, ["fsdp and experts"], {}),
-    "dense": (DENSE, {"one": MESHES["one"]}, [], {}),
-    "dense in fp8": (DENSE, SPLIT, ["fsdp and tensor"], FP8),
-    "dense in int8": (DENSE, {name: MESHES[name] for name in ("one", "fsdp")}, ["one", "fsdp"], INT8),
-    "mixed in fp8": (MIXED, {name: EXPERTS[name] for name in ("one", "all")}, ["one", "all"], FP8),
+    "dense": (DENSE, {"one": MESHES["one"]}, MESHES, {}),
+    "dense in fp8": (DENSE, SPLIT, SPLIT, FP8),
+    "dense in int8": (DENSE, {name: MESHES[name] for name in ("one", "fsdp")}, MESHES, INT8),
+    "mixed in fp8": (MIXED, {name: EXPERTS[name] for name in ("one", "all")}, EXPERTS, FP8),
 }
 
 

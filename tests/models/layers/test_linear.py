@@ -1,4 +1,4 @@
-"""Linear, Embed and lookup of rows against numpy; gradients are float32 sums. On meshes: tests/sharding/test_matrix.py."""
+"""Linear, Embed and lookup of rows against numpy; gradients are float32 sums. Meshes: tests/sharding/test_matrix.py."""
 
 import re
 
