@@ -37,11 +37,11 @@ def test_metrics_and_gradients_equal_those_of_one_device(found, model, metric):
         assert max(case["errors"]) < 1e-5, name
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("found", ["all"], indirect=True)
 def test_products_in_8_bits_round_the_same_on_every_mesh(found):
     """Scales of fp8 are powers of two: that each device has its own changes only numbers far below the largest. On one
     device: test_quantization.py."""
-    if not found["all"]:
-        return
     for cases in (found["dense in fp8"], found["mixed in fp8"]):
         loss = cases["one"]["metrics"]["train/loss"]
         for name, case in cases.items():
