@@ -23,20 +23,20 @@ def test_the_names_of_peft_are_accepted(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"lora": {}}, "adapters need a base model: set initialize_from_hf or initialize_from_checkpoint_path"),
-        ({**BASE, "lora": {}, "optimizer": {"type": "muon"}}, "muon is for complete matrices"),
-        ({**BASE, "lora": {}, "optimizer": {"type": "sophia-g"}}, "is for complete matrices"),
-        ({"lora": {}, "trainer": {"initialize_from": "x"}}, "with lora, set lora.initialize_from"),
-        ({**BASE, "lora": {"target_modules": []}}, "at least 1 item"),
-        ({**BASE, "lora": {"r": 0}}, "greater than or equal to 1"),
-        ({**BASE, "lora": {"dropout": 1.0}}, "less than 1"),
-        ({**BASE, "lora": {"alpha": 0}}, "greater than 0"),
+        ({"lora": {}}, "initialize_from_hf"),
+        ({**BASE, "lora": {}, "optimizer": {"type": "muon"}}, "muon"),
+        ({**BASE, "lora": {}, "optimizer": {"type": "sophia-g"}}, "sophia-g"),
+        ({"lora": {}, "trainer": {"initialize_from": "x"}}, "lora.initialize_from"),
+        ({**BASE, "lora": {"target_modules": []}}, "target_modules"),
+        ({**BASE, "lora": {"r": 0}}, "lora.r"),
+        ({**BASE, "lora": {"dropout": 1.0}}, "dropout"),
+        ({**BASE, "lora": {"alpha": 0}}, "alpha"),
         (
             {**BASE, "lora": {"base_quantization": "int8"}, "trainer": {"mp": "c=bf16,q=fp8"}},
-            "is int8, but q in trainer.mp fp8; use the same",
+            "int8.* fp8",
         ),
-        (DPO | {"lora": {"base_quantization": "fp8"}}, "dpo needs the exact base as its reference"),
-        (DPO | {"trainer": {"mp": "c=bf16,q=fp8"}}, "a reference, which has no products in 8 bits; remove q from it"),
+        (DPO | {"lora": {"base_quantization": "fp8"}}, "dpo"),
+        (DPO | {"trainer": {"mp": "c=bf16,q=fp8"}}, "8 bits"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(settings, message):

@@ -1,4 +1,4 @@
-"""A script: steps_on_meshes.py OUTPUT. Loss, metrics and gradients of the test families on meshes of 1 and 8 devices.
+"""A script: steps_on_meshes.py OUTPUT (suite | all). Steps of the test families on meshes of 1 and 8 devices.
 
 Writes, for each model and mesh: metrics, and for each parameter the largest difference of its gradient to that of one
 device with one microbatch, relative to the largest gradient; and `rounding`, the same
@@ -30,21 +30,17 @@ EXPERTS = {"one": MESHES["one"], "fsdp and experts": (8, PartitioningConfig(expe
 CONTEXT = PartitioningConfig(context_axis_size=2)
 FP8, INT8 = {"products": "fp8"}, {"products": "int8"}
 SPLIT = {name: MESHES[name] for name in ("one", "fsdp and tensor")} | {"fsdp and context": (8, CONTEXT, 1)}
-# model, meshes, arguments of the step
+MIXED, DENSE = families.moe_model(**families.MIXED), families.dense_model()
+# model, meshes, those that only long tests compile, arguments of the step
 MODELS = {
-    "window": (families.window_model(4, **CAPS), MESHES, {}),
-    "auxiliary": (families.auxiliary_model(), MESHES, {}),
-    "mixer": (
-        build_model(conv_config(), families.VOCAB),
-        {name: MESHES[name] for name in ("one", "fsdp and tensor")},
-        {},
-    ),
-    "moe": (families.moe_model(), {"one": MESHES["one"], "fsdp and tensor": MESHES["fsdp and tensor"]}, {}),
-    "mixed": (families.moe_model(**families.MIXED), EXPERTS, {}),
-    "dense": (families.dense_model(), {"one": MESHES["one"]}, {}),
-    "dense in fp8": (families.dense_model(), SPLIT, FP8),
-    "dense in int8": (families.dense_model(), {name: MESHES[name] for name in ("one", "fsdp")}, INT8),
-    "mixed in fp8": (families.moe_model(**families.MIXED), {name: EXPERTS[name] for name in ("one", "all")}, FP8),
+    "window": (families.window_model(4, **CAPS), MESHES, ["fsdp"], {}),
+    "auxiliary": (families.auxiliary_model(), MESHES, ["fsdp"], {}),
+    "mixer": (build_model(conv_config(), families.VOCAB), MESHES, ["fsdp"], {}),
+    "mixed": (MIXED, EXPERTS, ["fsdp and experts"], {}),
+    "dense": (DENSE, {"one": MESHES["one"]}, MESHES, {}),
+    "dense in fp8": (DENSE, SPLIT, SPLIT, FP8),
+    "dense in int8": (DENSE, {name: MESHES[name] for name in ("one", "fsdp")}, MESHES, INT8),
+    "mixed in fp8": (MIXED, {name: EXPERTS[name] for name in ("one", "all")}, EXPERTS, FP8),
 }
 
 
@@ -54,9 +50,11 @@ def errors(gradients, expected):
 
 
 found, exact = {}, {}
-for name, (model, meshes, how) in MODELS.items():
+for name, (model, meshes, long, how) in MODELS.items():
     values, expected = quick.random_params(model, 0.1 if "dense" in name else 0.5), None
     for mesh, (devices, config, microbatches) in meshes.items():
+        if sys.argv[2] == "suite" and mesh in long:
+            continue
         layout = build_layout(config, jax.devices()[:devices])
         step = quick.build_step(model, microbatches=microbatches, layout=layout, **how)
         state, metrics, _ = step(quick.new_state(values), families.BATCH)

@@ -4,12 +4,10 @@ import jax
 import numpy as np
 import pytest
 from models import families, quick
-from models.families import BATCH, LENGTH, ROUTED, SIZE, VOCAB, auxiliary_model
+from models.families import BATCH, ROUTED, SIZE, VOCAB, auxiliary_model
 
 from lmtrain.evaluation.eval_step import build_eval_step
-from lmtrain.models.gpt2.config import Gpt2Config
 from lmtrain.models.params import add_auxiliary, has_auxiliary
-from lmtrain.models.registry import build_model
 from lmtrain.objectives.cross_entropy import CrossEntropy
 from lmtrain.train.step.hessian import estimate_hessian
 
@@ -42,10 +40,10 @@ def loss_in_numpy(params) -> float:
     return loss + SIZE * size + ROUTED * routed
 
 
-@pytest.mark.parametrize("microbatches", [1, 4])
-@pytest.mark.parametrize(
-    "changes", [{}, {"period": 2, "gradient_checkpointing": "dots", "scan_layers": False}], ids=["scan", "pattern"]
-)
+PATTERN = {"period": 2, "gradient_checkpointing": "dots", "scan_layers": False}
+
+
+@pytest.mark.parametrize(("changes", "microbatches"), [({}, 4), (PATTERN, 1)], ids=["scan", "pattern"])
 def test_metrics_and_gradients_are_those_of_numpy(changes, microbatches):
     step = quick.build_step(auxiliary_model(**changes), microbatches=microbatches)
     state, metrics, _ = step(quick.new_state(VALUES), BATCH)
@@ -109,11 +107,6 @@ def hessian_program(model):
 @pytest.mark.parametrize("build", [eval_program, hessian_program])
 def test_evaluation_and_the_hessian_leave_auxiliary_losses_out(without, build):
     assert program(MODEL, build) == without(build=build)
-
-
-def test_only_models_with_auxiliary_losses_have_them():
-    assert has_auxiliary(MODEL)
-    assert not has_auxiliary(build_model(Gpt2Config(hidden_dim=8, num_heads=2, num_layers=1, seq_len=LENGTH), VOCAB))
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,11 @@
-"""Learning rates at single steps, against reference values of another implementation (peak 1, end 0.1, 100 steps)."""
+"""Rates of each schedule, compared with the reference, and their plot."""
 
+import matplotlib.image
+import numpy as np
 import pytest
 
 from lmtrain.optim.config import AdamConfig
-from lmtrain.optim.schedules import build_schedule
+from lmtrain.optim.schedules import build_schedule, plot_learning_rate
 
 COSINE = {0: 0, 1: 0.1, 5: 0.5, 10: 1, 11: 0.999726, 50: 0.628142, 55: 0.55, 60: 0.471858, 80: 0.20528, 99: 0.100274}
 TABLE = [
@@ -77,3 +79,9 @@ def test_after_a_decay_to_zero_a_rewarmup_starts_at_zero():
 def test_rates_are_exact_after_two_billion_steps():
     rate = build_schedule(AdamConfig(learning_rate=1.0, warmup=0, decay=10, lr_schedule="linear"), 2**31 - 1)
     assert [float(rate(2**31 - 1 - n)) for n in (10, 5, 0)] == pytest.approx([1, 0.55, 0.1])
+
+
+def test_the_rate_is_drawn_over_all_steps(tmp_path):
+    plot_learning_rate(AdamConfig(), 20_000, str(tmp_path / "rate.png"))
+    picture = matplotlib.image.imread(tmp_path / "rate.png")[..., :3]
+    assert len(np.unique(picture.reshape(-1, 3), axis=0)) > 1

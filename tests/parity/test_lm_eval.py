@@ -1,5 +1,7 @@
 """Benchmarks give the results of lm-eval's own `hf` model on the exported model."""
 
+import json
+
 import jax
 import numpy as np
 import pytest
@@ -44,18 +46,16 @@ def tasks(tmp_path_factory):
     return EvalHarnessConfig(task_spec=write_tasks(folder, LENGTH), include_path=str(folder), log_samples=True)
 
 
-@pytest.mark.parametrize("family", ["llama", *(pytest.param(name, marks=pytest.mark.long) for name in LONG)])
-def test_likelihoods_accuracies_and_texts_agree(tasks, tmp_path, monkeypatch, family):
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
-    tokenizer, layout = load_tokenizer(str(TOKENIZER)), build_layout(PartitioningConfig())
-    sizes = {"hidden_dim": 16, "num_heads": 4, "num_layers": 2, "seq_len": LENGTH, "gradient_checkpointing": False}
-    config = RunConfig.model_validate(
-        {"model": {"type": "llama" if family == "mixture" else family, **sizes, **FAMILIES[family]}}
-    ).model
+def both(folder, family, tokenizer, settings, length, **options):
+    """Our results and examples by task, and those of lm-eval's model of the export."""
+    layout = build_layout(PartitioningConfig())
+    sizes = {"hidden_dim": 16, "num_heads": 4, "num_layers": 2, "seq_len": length, "gradient_checkpointing": False}
+    kind = "llama" if family == "mixture" else family
+    config = RunConfig.model_validate({"model": {"type": kind, **sizes, **FAMILIES[family]}}).model
     model = build_model(config, tokenizer.vocab_size)
     params = quick.random_params(model, seed=7)
     plan = build_export(config, model, tokenizer, "float32")
-    write_export(str(tmp_path / "hf"), plan, gather_tensors(params, plan.pieces, layout, model.vocab_size))
+    write_export(str(folder / "hf"), plan, gather_tensors(params, plan.pieces, layout, model.vocab_size))
 
     context = Context(
         model=model,
@@ -63,19 +63,27 @@ def test_likelihoods_accuracies_and_texts_agree(tasks, tmp_path, monkeypatch, fa
         compute_dtype="float32",
         tokenizer=tokenizer,
         sets={},
-        seq_len=LENGTH,
+        seq_len=length,
         batch_size=4,
-        folder=str(tmp_path),
+        folder=str(folder),
     )
-    ours = Benchmarks(tasks, None)
+    ours = Benchmarks(settings, None)
     assert ours.prepare(context)
     found = ours.evaluate(jax.device_put(params), step=3)
+    hf = str(folder / "hf")
+    theirs = HFLM(hf, device="cpu", dtype="float32", batch_size=4, max_length=length, trust_remote_code=True)
+    expected = evaluate(theirs, load_tasks(settings)[0], bootstrap_iters=0, log_samples=True, **options)
+    mine = {
+        path.stem.removeprefix("samples_"): list(map(json.loads, path.read_text().splitlines()))
+        for path in sorted((folder / "lm_eval" / "step-3").glob("*.jsonl"))
+    }
+    return found, mine, expected
 
-    theirs = HFLM(
-        str(tmp_path / "hf"), device="cpu", dtype="float32", batch_size=4, max_length=LENGTH, trust_remote_code=True
-    )
-    expected = evaluate(theirs, load_tasks(tasks)[0], bootstrap_iters=0, log_samples=True)
-    mine = samples(tmp_path / "lm_eval" / "step-3")
+
+@pytest.mark.parametrize("family", ["llama", *(pytest.param(name, marks=pytest.mark.long) for name in LONG)])
+def test_likelihoods_accuracies_and_texts_agree(tasks, tmp_path, monkeypatch, family):
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    found, mine, expected = both(tmp_path, family, load_tokenizer(str(TOKENIZER)), tasks, LENGTH)
     for name, examples in expected["samples"].items():
         for here, there in zip(mine[name], examples, strict=True):
             assert here["doc_id"] == there["doc_id"]
@@ -97,53 +105,14 @@ def compare(ours, theirs, name):
             assert abs(float(here) - float(there)) <= max(1e-3, 1e-5 * abs(float(there)))
 
 
-def samples(folder):
-    import json
-
-    return {
-        path.stem.removeprefix("samples_"): list(map(json.loads, path.read_text().splitlines()))
-        for path in sorted(folder.glob("*.jsonl"))
-    }
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("multiturn", [False, True])
 def test_likelihoods_of_chats_agree(tasks, tmp_path, multiturn):
-    chat_tokenizer = load_tokenizer(str(write_chat_tokenizer(tmp_path / "tokenizer")))
-    layout = build_layout(PartitioningConfig())
-    sizes = {"hidden_dim": 16, "num_heads": 4, "num_layers": 2, "seq_len": 128, "gradient_checkpointing": False}
-    config = RunConfig.model_validate({"model": {"type": "llama", **sizes}}).model
-    model = build_model(config, chat_tokenizer.vocab_size)
-    params = quick.random_params(model, seed=7)
-    plan = build_export(config, model, chat_tokenizer, "float32")
-    write_export(str(tmp_path / "hf"), plan, gather_tensors(params, plan.pieces, layout, model.vocab_size))
-
-    context = Context(
-        model=model,
-        layout=layout,
-        compute_dtype="float32",
-        tokenizer=chat_tokenizer,
-        sets={},
-        seq_len=128,
-        batch_size=4,
-        folder=str(tmp_path),
-    )
-    chat = {"apply_chat_template": True, "fewshot_as_multiturn": multiturn, "task_spec": [SHOTS]}
-    settings = tasks.model_copy(update=chat)
-    ours = Benchmarks(settings, None)
-    assert ours.prepare(context)
-    ours.evaluate(jax.device_put(params), step=3)
-    theirs = HFLM(str(tmp_path / "hf"), device="cpu", dtype="float32", batch_size=4, max_length=128)
-    expected = evaluate(
-        theirs,
-        load_tasks(settings)[0],
-        bootstrap_iters=0,
-        log_samples=True,
-        apply_chat_template=True,
-        fewshot_as_multiturn=multiturn,
-    )
-    (mine,) = samples(tmp_path / "lm_eval" / "step-3").values()
-    (there,) = expected["samples"].values()
+    tokenizer = load_tokenizer(str(write_chat_tokenizer(tmp_path / "tokenizer")))
+    chat = {"apply_chat_template": True, "fewshot_as_multiturn": multiturn}
+    settings = tasks.model_copy(update=chat | {"task_spec": [SHOTS]})
+    _, mine, expected = both(tmp_path, "llama", tokenizer, settings, 128, **chat)
+    ((mine,), (there,)) = mine.values(), expected["samples"].values()
     for here, other in zip(mine, there, strict=True):
         assert [list(pair) for pair in here["arguments"]] == [list(pair) for pair in other["arguments"]]
         assert "<|im_start|>assistant" in here["arguments"][0][0]

@@ -111,18 +111,18 @@ def test_tables_that_peft_has_resized_are_read(tmp_path):
     config = config_of("llama", {}, {**tables, "initialize_from": str(tmp_path / "theirs")})
     read = load_adapter(build_program(config, rows), str(tmp_path / "theirs"))
     np.testing.assert_array_equal(read["unembed"]["embedding"][:rows], names["base_model.model.lm_head.weight"])
-    with pytest.raises(UserError, match=r"386 rows, but the tokenizer has 390 tokens; set data.tokenizer"):
+    with pytest.raises(UserError, match=r"386 .* 390 .*data.tokenizer"):
         load_adapter(build_program(config, rows + 4), str(tmp_path / "theirs"))
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"target_modules": ["q_proj", "lm_head"]}, "not supported: an adapter on lm_head"),
-        ({"target_modules": ["q_proj", "embed_tokens"]}, "not supported: an adapter on model.embed_tokens"),
+        ({"target_modules": ["q_proj", "lm_head"]}, "lm_head"),
+        ({"target_modules": ["q_proj", "embed_tokens"]}, "model.embed_tokens"),
         (
             {"target_modules": ["q_proj"], "modules_to_save": ["norm"]},
-            "input_layernorm.weight is trained in full; only embeddings and head can be",
+            "input_layernorm.weight",
         ),
     ],
 )

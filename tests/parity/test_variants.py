@@ -73,7 +73,7 @@ def test_logits_agree_where_positions_restart_and_attention_does_not(in_torch, n
     def logits(model, ids):
         return model.logits(model.hidden(ids, True, Documents(positions=positions)))
 
-    found = variant.model.apply({"params": variant.params}, ids, method=logits)
+    found = jax.jit(lambda params: variant.model.apply(params, ids, method=logits))({"params": variant.params})
     assert np.abs(found - expected).max() < 1e-4
     assert np.abs(variant.logits(ids) - expected).max() > 0.1
 
@@ -99,7 +99,7 @@ def test_logits_of_packed_documents_agree(in_torch, name):
     assert np.abs(variant.logits(ids) - expected.numpy()).max() > 0.1
 
 
-@pytest.mark.parametrize("name", mark_long(["mistral", *DIFFERENT], {"gemma2", "olmo3"}))
+@pytest.mark.parametrize("name", mark_long(["mistral", *DIFFERENT], {"gemma2"}))
 def test_greedy_text_beyond_the_window_is_that_of_transformers(in_torch, name):
     variant = make(name, tie_word_embeddings=False)  # tied models with random parameters repeat their input
     prompt = tokens()[:1, :7]
@@ -249,7 +249,7 @@ def test_keys_of_other_kinds_have_the_effect_that_they_have_in_transformers(expo
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.no_grad():
         expected = theirs(torch.from_numpy(tokens())).logits.numpy()
-    found = np.asarray(model.apply({"params": params}, tokens()))[..., :VOCAB]
+    found = np.asarray(jax.jit(model.apply)({"params": params}, tokens()))[..., :VOCAB]
     assert np.abs(found - expected).max() < 1e-4
 
 

@@ -32,10 +32,8 @@ def test_the_mesh_has_the_axes_replica_data_expert_context_model_and_all_devices
 @pytest.mark.parametrize(
     ("fsdp", "tensor", "expected"),
     [
-        ("embed", None, {"embed": "data", "expert_embed": "data"}),
         (["embed", "vocab"], None, {"embed": "data", "expert_embed": "data", "vocab": "data"}),
-        (None, None, {}),
-        ([], [], {}),
+        (None, [], {}),
         ("embed", ["mlp", "heads"], {"embed": "data", "expert_embed": "data", **TENSOR}),
     ],
 )
@@ -43,19 +41,6 @@ def test_only_the_configured_parameter_axes_are_split(fsdp, tensor, expected):
     rules = dict(build_layout(PartitioningConfig(fsdp_axis=fsdp, tensor_parallel_axes=tensor)).parameter_rules)
     assert {axis: where for axis, where in rules.items() if where} == expected
     assert {"embed", "mlp", "heads", "vocab", "layers"} <= set(rules)
-
-
-def test_tensor_parallel_axes_split_activations_and_the_residual_stream_along_the_sequence():
-    rules = dict(build_layout(PartitioningConfig(tensor_parallel_axes=["mlp", "heads", "vocab"])).compute_rules)
-    split = {axis: where for axis, where in rules.items() if where}
-    assert split == {
-        "act_batch": ("replica", "data"),
-        "act_stream": "model",
-        "act_mlp": "model",
-        "act_heads": "model",
-        "act_kv_heads": "model",
-        "act_vocab": "model",
-    }
 
 
 def test_a_number_of_devices_that_does_not_divide_is_refused():
@@ -112,15 +97,9 @@ def test_replicas_are_within_slices_where_they_fit(config, shape, slices_of_repl
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (
-            {"replica_dcn_axis_size": 3},
-            "replica_dcn_axis_size: 4 slices do not divide into 3 replicas; it could be 2 or 4",
-        ),
-        ({"replica_ici_axis_size": 3}, "replica_ici_axis_size: 16 devices do not divide by 3; it could be 2 or 4"),
-        (
-            {"replica_dcn_axis_size": 4, "model_axis_size": 3},
-            "model_axis_size: 16 devices, 4 left after the other axes, do not divide by 3; it could be 2 or 4",
-        ),
+        ({"replica_dcn_axis_size": 3}, "replica_dcn_axis_size: 4 slices .* 2 or 4"),
+        ({"replica_ici_axis_size": 3}, "replica_ici_axis_size: 16 devices .* 2 or 4"),
+        ({"replica_dcn_axis_size": 4, "model_axis_size": 3}, "model_axis_size: 16 devices, 4 left .* 2 or 4"),
     ],
 )
 def test_replicas_that_do_not_fit_are_refused(config, message):
@@ -128,10 +107,10 @@ def test_replicas_that_do_not_fit_are_refused(config, message):
         build_layout(PartitioningConfig(**config), SLICES)
 
 
-@pytest.mark.parametrize("devices", [tpu_slices, gpu_hosts])
-@pytest.mark.parametrize("model", [1, 2])
-@pytest.mark.parametrize("replicas", [1, 2, -1])
-@pytest.mark.parametrize("slices", [2, 4])
+@pytest.mark.parametrize(
+    ("devices", "slices", "replicas", "model"),
+    [(tpu_slices, 2, 1, 1), (tpu_slices, 4, 2, 2), (tpu_slices, 4, -1, 1), (gpu_hosts, 4, 1, 2), (gpu_hosts, 2, -1, 2)],
+)
 def test_only_the_outer_axes_extend_over_slices(devices, slices, replicas, model):
     """Neighbours along `model`, `context` and, as far as possible, `data` are in one slice."""
     config = PartitioningConfig(replica_dcn_axis_size=replicas, model_axis_size=model)
@@ -177,18 +156,6 @@ def test_context_parallelism_splits_sequences_and_the_state():
     older = PartitioningConfig(model_axis_size=2, compute_axis_resources={"position": "model"})
     assert older.compute_mapping["act_seq"] == ("model",)
     assert (older.sequence_parts, older.head_parts) == (2, 1)
-
-
-@pytest.mark.parametrize(
-    "mapping",
-    [
-        {"compute_axis_resources": {"position": "model"}, "model_axis_size": 2},
-        {"axis_resources": {"position": None}},
-    ],
-)
-def test_context_parallelism_that_a_mapping_overrides_is_refused(mapping):
-    with pytest.raises(ValueError, match="has no effect, since a mapping splits 'position' otherwise"):
-        PartitioningConfig(context_axis_size=2, **mapping)
 
 
 def test_specific_mappings_override_axis_resources_which_apply_to_both():

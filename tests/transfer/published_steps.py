@@ -20,7 +20,7 @@ from lmtrain.optim.optimizer import build_optimizer  # noqa: E402
 from lmtrain.run.config import RunConfig  # noqa: E402
 from lmtrain.transfer.factors import factor_trees  # noqa: E402
 
-VOCAB, RATE, DECAY, STEPS = 64, 2.0**-6, 0.125, 20
+VOCAB, RATE, DECAY, STEPS = 64, 2.0**-6, 0.125, 8
 WIDTH, DEPTH, MLP = 4.0, 2.0, 16.0
 ADAM = {"beta1": 0.9, "beta2": 0.95, "epsilon": 1e-3}  # large enough to matter
 BASE = {"hidden_dim": 16, "num_heads": 2, "num_layers": 1, "intermediate_dim": 8}

@@ -18,18 +18,18 @@ def config(base, **sections):
 @pytest.mark.parametrize(
     ("base", "sections", "message"),
     [
-        ({"hidden_dim": 32}, {}, "num_layers is missing"),
-        (BASE | {"num_layer": 2}, {}, "num_layer is not a size; .* did you mean num_layers"),
-        (BASE | {"resid_pdrop": 0.1}, {}, "resid_pdrop is not a size"),
+        ({"hidden_dim": 32}, {}, "num_layers"),
+        (BASE | {"num_layer": 2}, {}, "num_layer .* num_layers"),
+        (BASE | {"resid_pdrop": 0.1}, {}, "resid_pdrop"),
         (BASE | {"hidden_dim": 33}, {}, "num_heads: 2 does not divide hidden_dim 33"),
         (BASE | {"hidden_dim": "x"}, {}, "hidden_dim: .*valid integer"),
         (BASE | {"num_kv_heads": 2}, {}, "num_kv_heads"),
-        (BASE, {"model": {"intermediate_dim": 200}}, "intermediate_dim is missing: the model sets it"),
-        (BASE | {"moe": {"intermediate_dim": 8}}, {}, "moe: the model has no experts"),
-        (BASE | {"moe": {"num_experts": 8}}, {}, "the number of experts is the model's"),
-        (BASE, {"optimizer": {"type": "adafactor"}}, "adafactor has no rule for transfer; use adam, lion or muon"),
-        (BASE, {"optimizer": {"type": "sophia-g"}}, "sophia-g has no rule for transfer"),
-        (BASE, {"lora": {}, "initialize_from_hf": "x"}, "adapters have no sizes to transfer between"),
+        (BASE, {"model": {"intermediate_dim": 200}}, "intermediate_dim"),
+        (BASE | {"moe": {"intermediate_dim": 8}}, {}, "moe"),
+        (BASE | {"moe": {"num_experts": 8}}, {}, "number of experts"),
+        (BASE, {"optimizer": {"type": "adafactor"}}, "adafactor.* adam, lion or muon"),
+        (BASE, {"optimizer": {"type": "sophia-g"}}, "sophia-g"),
+        (BASE, {"lora": {}, "initialize_from_hf": "x"}, "adapters"),
     ],
 )
 def test_a_bad_base_is_an_error(base, sections, message):

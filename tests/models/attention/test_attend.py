@@ -1,4 +1,4 @@
-"""Causal attention against plain numpy."""
+"""Causal attention against plain numpy, and kernels whose queries are a part of the sequence."""
 
 import functools
 from itertools import pairwise
@@ -10,7 +10,8 @@ import pytest
 
 from lmtrain.models.attention import attend as formula
 from lmtrain.models.attention import kernel
-from lmtrain.models.attention.attend import alibi_slopes
+from lmtrain.models.attention.attend import Options, alibi_slopes
+from lmtrain.models.attention.kernel import kernel_of
 
 RNG = np.random.default_rng(0)
 
@@ -181,3 +182,41 @@ def test_keys_at_given_positions_equal_keys_in_order():
     without = attend(q, k[:, :, 2:], v[:, :, 2:], 0.5, 4, key_at=jnp.arange(2, 6))
     empty = attend(q, k, v, 0.5, 4, key_at=jnp.array([-1, -2, 2, 3, 4, 5]))
     np.testing.assert_allclose(empty, without, rtol=1e-5, atol=1e-5)
+
+
+LENGTH, SIZE = 192, 48
+
+
+def long_arrays():
+    rng = np.random.default_rng(0)
+    q, k, v, d = (jnp.asarray(rng.normal(size=(2, heads, LENGTH, 16)), jnp.float32) for heads in (4, 2, 2, 4))
+    segments = jnp.asarray(np.sort(rng.integers(0, 4, (2, LENGTH)), axis=1), jnp.int32)
+    return q, k, v, d[:, :, :SIZE], segments
+
+
+@pytest.mark.parametrize(("first", "window"), [(40, None), (LENGTH - SIZE, 30)])
+@pytest.mark.parametrize("name", ["xla", "blockwise", "triton"])
+def test_a_part_of_the_queries_gives_that_part_of_the_result(name, first, window):
+    assert "part" in kernel_of(name).features
+    q, k, v, d, segments = long_arrays()
+    slopes = alibi_slopes(4, 8)
+
+    def part(q, k, v, first):
+        options = Options(segments=segments, window=window, slopes=slopes, first_query=first, block_size=32)
+        return kernel_of(name).call(q[:, :, :SIZE], k, v, 0.25, options)
+
+    def whole(q, k, v):
+        both = (segments, segments)
+        mixed = formula.attend(q, k, v, 0.25, segments=both, window=window, slopes=slopes)
+        return mixed[:, :, first : first + SIZE]
+
+    expected, pull = jax.vjp(whole, q, k, v)
+    moved = jnp.roll(q, -first, axis=2)
+    # the position is only known when the program runs
+    found, pull_part = jax.jit(lambda *x: jax.vjp(lambda q, k, v: part(q, k, v, x[3]), *x[:3]))(
+        moved, k, v, jnp.int32(first)
+    )
+    np.testing.assert_allclose(found, expected, atol=2e-5)
+    d_q, d_k, d_v = pull(d)
+    for ours, theirs in zip(pull_part(d), (jnp.roll(d_q, -first, axis=2), d_k, d_v), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-4)

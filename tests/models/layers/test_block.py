@@ -1,14 +1,12 @@
 """A block of attention and MLP, and the parts that families share."""
 
 import flax.linen as nn
-import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from lmtrain.models.cache import StackCache
 from lmtrain.models.interface import NO_DOCUMENTS
-from lmtrain.models.layers.block import Attention, Block, active, split_qkv
+from lmtrain.models.layers.block import Attention, Block, split_qkv
 from lmtrain.models.mixer import AttentionMixer
 
 
@@ -74,18 +72,3 @@ def test_one_product_is_split_into_queries_keys_and_values_by_head_and_clipped()
     for part, found in enumerate(split_qkv(qkv)):
         np.testing.assert_array_equal(found, qkv[:, :, part].transpose(0, 2, 1, 3))
     assert {float(np.abs(found).max()) for found in split_qkv(qkv - 100, clip=7.0)} == {7.0}
-
-
-@pytest.mark.parametrize(
-    ("rate", "deterministic", "drops"), [(0.5, False, True), (0.5, True, False), (0.0, False, False)]
-)
-def test_dropout_is_a_function_only_if_it_changes_something(rate, deterministic, drops):
-    class Dropping(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            drop = active(nn.Dropout(rate), deterministic)
-            return None if drop is None else drop(x)
-
-    found = Dropping().apply({}, jnp.ones(1000), rngs={"dropout": jax.random.key(0)})
-    assert (found is not None) == drops
-    assert not drops or set(np.unique(found)) == {0.0, 2.0}

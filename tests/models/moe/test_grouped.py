@@ -1,4 +1,4 @@
-"""Every kernel of grouped products is the loop over experts, and each platform gets a kernel."""
+"""Every kernel of grouped products is the loop over experts. That for NVIDIA GPUs, compiled: tests/compiled/."""
 
 import jax
 import jax.numpy as jnp
@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 
 from lmtrain.models.layers.quantized import FORMATS, dequantize, quantize
-from lmtrain.models.moe import grouped
+from lmtrain.models.moe import grouped, triton_kernels
 from lmtrain.models.moe.grouped import choose_grouped, kernel_of
+from lmtrain.models.moe.triton import rows_computed
+from lmtrain.models.moe.triton_kernels import items_of
 
 # Rows of each expert, rows, inputs, outputs.
 SHAPES = {
@@ -16,7 +18,25 @@ SHAPES = {
     "all rows of one": ([0, 64, 0], 64, 16, 16),
     "no rows": ([0, 0], 20, 16, 16),
 }
-KERNELS = ["tiled", "megablox"]
+TRITON = {
+    "empty groups": ([0, 30, 0, 0, 17, 33, 0], 80, 48, 40),
+    "rows after the last group": ([20, 0, 31], 96, 33, 24),
+    "no rows": ([0, 0], 20, 16, 16),
+    "tiles of 128, columns": ([130, 300], 437, 140, 300),
+}
+LONG = {
+    "one full group": ([0, 0, 64, 0], 64, 64, 64),
+    "fewer rows than a tile": ([2, 0, 1], 5, 16, 16),
+    "exact tiles": ([16, 32, 0, 16], 64, 128, 16),
+    "tiles of 64": ([100, 150, 131], 384, 72, 130),
+    "tiles of 32": ([1, 100, 64, 63], 256, 7, 260),
+    "one group": ([300], 300, 20, 9),
+}
+CASES = [
+    *(pytest.param(name, *case, id=f"{name}, {of}") for name in ("tiled", "megablox") for of, case in SHAPES.items()),
+    *(pytest.param("triton", *case, id=f"triton, {of}") for of, case in TRITON.items()),
+    *(pytest.param("triton", *case, id=f"triton, {of}", marks=pytest.mark.long) for of, case in LONG.items()),
+]
 
 
 def both(name, x, kernel, d_y, sizes):
@@ -30,36 +50,42 @@ def both(name, x, kernel, d_y, sizes):
     return run(x, kernel, d_y)
 
 
-@pytest.mark.parametrize("name", KERNELS)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_values_and_gradients_are_those_of_a_loop_over_experts(name, shape):
-    sizes, rows, inputs, outputs = SHAPES[shape]
-    rng = np.random.default_rng(0)
-    x, kernel, d_y = (
-        rng.normal(size=size).astype(np.float32)
-        for size in ((rows, inputs), (len(sizes), inputs, outputs), (rows, outputs))
-    )
-    total = sum(sizes)
-    x[total:], d_y[total:] = np.nan, np.nan
-    y, d_x, d_kernel = both(name, x, kernel, d_y, sizes)
+def expected(x, kernel, d_y, sizes):
+    """The same, group by group."""
+    y, d_x, d_kernel = np.zeros_like(d_y), np.zeros_like(x), np.zeros_like(kernel)
     ends = np.cumsum(sizes)
-    assert not np.any(y[total:])
-    assert not np.any(d_x[total:])
-    for expert, (begin, end) in enumerate(zip(ends - sizes, ends, strict=True)):
-        np.testing.assert_allclose(y[begin:end], x[begin:end] @ kernel[expert], rtol=1e-5, atol=1e-5)
-        np.testing.assert_allclose(d_x[begin:end], d_y[begin:end] @ kernel[expert].T, rtol=1e-5, atol=1e-5)
-        np.testing.assert_allclose(d_kernel[expert], x[begin:end].T @ d_y[begin:end], rtol=1e-5, atol=1e-5)
+    for e, rows in enumerate(slice(end - size, end) for end, size in zip(ends, sizes, strict=True)):
+        y[rows], d_x[rows], d_kernel[e] = x[rows] @ kernel[e], d_y[rows] @ kernel[e].T, x[rows].T @ d_y[rows]
+    return y, d_x, d_kernel
+
+
+def arrays(sizes, rows, inputs, outputs, dtype=np.float32):
+    """Rows, matrices, and the gradient of the result; rows after the last group's are NaN."""
+    rng = np.random.default_rng(rows)
+    x, kernel, d_y = (
+        rng.normal(size=shape).astype(dtype)
+        for shape in ((rows, inputs), (len(sizes), inputs, outputs), (rows, outputs))
+    )
+    x[sum(sizes) :] = d_y[sum(sizes) :] = np.nan
+    return x, kernel, d_y
+
+
+@pytest.mark.parametrize(("name", "sizes", "rows", "inputs", "outputs"), CASES)
+def test_products_and_gradients_are_those_of_a_loop_over_experts(name, sizes, rows, inputs, outputs):
+    """Partial tiles of rows and columns, groups without rows, rows without a group."""
+    given = arrays(sizes, rows, inputs, outputs)
+    results, error = both(name, *given, sizes), 1e-4 if name == "triton" else 1e-5
+    for what, computed, plain in zip(("y", "d_x", "d_kernel"), results, expected(*given, sizes), strict=True):
+        np.testing.assert_allclose(computed, plain, rtol=error, atol=error, err_msg=what)
+    assert not any(np.asarray(by_row)[sum(sizes) :].any() for by_row in results[:2])
 
 
 @pytest.mark.parametrize(("name", "products"), [("tiled", "fp8"), ("tiled", "int8"), ("triton", "fp8")])
 def test_products_in_8_bits_are_those_of_the_rounded_numbers(name, products):
     assert products in kernel_of(name).formats
-    sizes, rows, inputs, outputs = SHAPES["empty experts"]
-    rng = np.random.default_rng(0)
-    x, kernel, d_y = (
-        rng.normal(size=size).astype(np.float32)
-        for size in ((rows, inputs), (len(sizes), inputs, outputs), (rows, outputs))
-    )
+    sizes, *shape = SHAPES["empty experts"]
+    x, kernel, d_y = arrays(sizes, *shape)
+    x, d_y = np.nan_to_num(x), np.nan_to_num(d_y)
     kind = FORMATS[products].values
     copy = quantize(jnp.asarray(kernel), kind, (0, 1, 2))
 
@@ -75,6 +101,46 @@ def test_products_in_8_bits_are_those_of_the_rounded_numbers(name, products):
     ]
     for found, expected in zip(run(x, kernel, d_y), both("tiled", *rounded, sizes), strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_sums_are_float32():
+    """In 16 bits only results are rounded."""
+    sizes = [33, 0, 60]
+    given = arrays(sizes, 100, 150, 48, jnp.bfloat16)
+    exact = expected(*(a.astype(np.float32) for a in given), sizes)
+    for computed, plain in zip(both("triton", *given, sizes), exact, strict=True):
+        assert computed.dtype == jnp.bfloat16
+        np.testing.assert_allclose(computed.astype(np.float32), plain, rtol=2**-8, atol=1e-4)
+
+
+def test_items_cover_all_rows_once():
+    """Whatever the sizes; items have rows of one group."""
+    rng = np.random.default_rng(0)
+    for tile in (16, 64):
+        for sizes in (
+            [0, 0, 0],
+            [200, 0, 0],
+            [0, 0, 200],
+            [16, 64, 120],
+            [1, 1, 1],
+            *rng.multinomial(190, [1 / 3] * 3, 9),
+        ):
+            group = np.repeat(np.arange(4), [*sizes, 200 - sum(sizes)])
+            covered = np.zeros(200, int)
+            items = items_of(jnp.array(sizes), 200, tile)
+            assert len(items.expert) % triton_kernels._NEIGHBOURS == 0
+            for expert, begin, end in zip(*map(np.asarray, items), strict=True):
+                rows = slice(begin, min(begin + tile, end))
+                covered[rows] += 1
+                assert (group[rows] == expert).all()
+            assert (covered == 1).all()
+
+
+def test_rows_computed_are_those_of_random_routing():
+    """Whole tiles of each expert, of two products, and whole additions of the third."""
+    sizes = np.random.default_rng(0).multinomial(65_536, [1 / 128] * 128, 50)
+    of_tiles = [(-(-sizes // tile) * tile).sum(1).mean() for tile in (128, 128, 64)]
+    assert rows_computed(65_536, 128) == pytest.approx(np.mean(of_tiles), rel=0.003)
 
 
 @pytest.mark.parametrize(("platform", "name"), [("cpu", "tiled"), ("gpu", "triton"), ("tpu", "megablox")])
@@ -96,6 +162,9 @@ def test_tiles_add_few_rows(name, rows, experts, most):
     assert rows < kernel_of(name).rows_computed(rows, experts) <= most * rows
 
 
-def test_the_products_of_a_program_are_named(monkeypatch):
+def test_the_products_of_a_program_are_named():
     arguments = jnp.ones((4, 8)), jnp.ones((2, 8, 8)), jnp.array([2, 2])
     assert grouped.SCOPE in jax.jit(grouped.grouped).lower(*arguments).as_text(debug_info=True)
+
+
+# Sizes of the groups, rows, inputs, outputs.

@@ -56,9 +56,9 @@ def test_settings_other_than_plain_mpt_are_refused_by_name(changes, named):
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"use_bias": True}, "model.use_bias: transformers' mpt has no biases"),
-        ({"alibi_bias_max": 4.0}, r"model.alibi_bias_max: 4.0: transformers' mpt always has 8"),
-        ({"mlp_scale": 2}, "model.mlp_scale: 2: transformers' mpt always has 4"),
+        ({"use_bias": True}, "model.use_bias"),
+        ({"alibi_bias_max": 4.0}, "model.alibi_bias_max: 4.0"),
+        ({"mlp_scale": 2}, "model.mlp_scale: 2"),
     ],
 )
 def test_settings_that_transformers_does_not_support_are_refused_by_name(changes, named):
