@@ -110,3 +110,18 @@ def test_a_noisy_line_has_measured_and_smoothed_values_and_nan_is_null(tmp_path)
     assert line["faint"]["values"][98:101] == [3.5, None, 3.5]
     assert len(line["curve"]["values"]) == 299
     assert line["bad"] == [100]
+
+
+def test_bytes_are_in_gib(tmp_path):
+    run = log(tmp_path, [1, 2], **{"memory/device_0/peak_bytes": 3 * 2**30})
+    plot = next(plot for plot in choose_plots([run])[0] if plot.name == "memory")
+    data = plot_data(plot)
+    assert (data["unit"], data["lines"][0]["curve"]["values"]) == ("GiB", [3.0, 3.0])
+    assert 2 < data["y"][1] < 4
+
+
+def test_the_range_of_a_nearly_constant_curve_is_not_empty(tmp_path):
+    write_log(tmp_path, "one", [{"step": step, "train/loss": 1 + 1e-9 * step} for step in range(1, 31)])
+    plot = choose_plots([read(tmp_path)])[0][0]
+    low, high = plot_data(plot)["y"]
+    assert 0 < high - low < 1e-7

@@ -221,3 +221,9 @@ def test_runs_with_the_same_id_are_distinguished_by_their_folders():
     assert name_runs(runs) == ["one (a/x/logs)", "one (b/x/logs)", "one (b/y/logs)", "two"]
     in_one_folder = [RunFiles("one", "/l/one.metrics.jsonl", "/l/one"), RunFiles("one", "/l/one.jsonl", "/l/one")]
     assert len(set(name_runs(in_one_folder))) == 2
+
+
+def test_samples_that_cannot_be_read_are_reported_and_missing_ones_are_not(tmp_path):
+    notices: list[str] = []
+    assert read_samples(str(tmp_path), notices) == read_samples(str(tmp_path / "none"), notices) == {}
+    assert notices == [f"{tmp_path} cannot be read: Is a directory"]
