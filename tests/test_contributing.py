@@ -1,6 +1,8 @@
 """The page for contributors and the workflow name things that exist, and the workflow runs all parts of CI."""
 
 import re
+import runpy
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -32,3 +34,11 @@ def test_the_workflow_runs_all_parts_of_ci_on_every_supported_python():
 def test_issue_forms_are_yaml_with_a_body(name):
     form = yaml.safe_load((ROOT / ".github" / "ISSUE_TEMPLATE" / f"{name}.yml").read_text(encoding="utf-8"))
     assert name == "config" or all({"type", "attributes"} <= part.keys() for part in form["body"])
+
+
+def test_more_files_than_the_budget_are_reported():
+    over_budget = runpy.run_path(str(ROOT / "tools" / "size.py"))["over_budget"]
+    files, lines = Counter({"data": 3, "tests": 9}), Counter({"data": 100, "tests": 500})
+    assert over_budget(files, lines, {"files": 3, "lines": 100, "test_lines": 500}) == []
+    (found,) = over_budget(files, lines, {"files": 2, "lines": 100, "test_lines": 500})
+    assert "files: 3" in found

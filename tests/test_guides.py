@@ -72,10 +72,6 @@ def prose_of(page: Path) -> str:
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 
 
-def blocks_in(*languages: str) -> list:
-    return [pytest.param(block, id=block.place) for block in BLOCKS if block.language in languages]
-
-
 def test_every_block_names_one_of_the_languages_that_are_checked():
     assert len(BLOCKS) > 50
     assert [f"{block.place}: {block.language}" for block in BLOCKS if block.language not in LANGUAGES] == []
@@ -84,15 +80,15 @@ def test_every_block_names_one_of_the_languages_that_are_checked():
 # --- configs
 
 
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    """A working directory with the shipped configs in it, which a page's configs may include."""
+def working_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A new working directory with the shipped configs in it, which a page's configs may include."""
+    folder.mkdir()
     for path in CONFIGS.iterdir():
         if path.suffix == ".yaml" or path.name in ("data", "optim", "trainer"):
-            (tmp_path / path.name).symlink_to(path)
-    monkeypatch.chdir(tmp_path)
+            (folder / path.name).symlink_to(path)
+    monkeypatch.chdir(folder)
     monkeypatch.delenv("RUN_ID", raising=False)
-    return tmp_path
+    return folder
 
 
 def name_of_file(text: str) -> str | None:
@@ -120,8 +116,8 @@ def write_config(folder: Path, block: Block) -> Path:
     return path
 
 
-@pytest.mark.parametrize("block", blocks_in("yaml"))
-def test_configs_load(block, folder):
+def check_config(block: Block, folder: Path) -> None:
+    """The block loads, as a config or a ladder, and recommends no older name."""
     for other in blocks_of(block.page):  # an earlier config of the page may be included
         if other.language == "yaml" and other.line < block.line and name_of_file(other.text):
             write_config(folder, other)
@@ -130,11 +126,11 @@ def test_configs_load(block, folder):
         assert points(ladder, ladder.rates[:1] * len(ladder.sizes))
         return
     loaded = load_config(RunConfig, str(write_config(folder, block)))
-    old = [notice for notice in loaded.tree.notices if "now" in notice]
-    assert old == []  # no page recommends an older name
+    assert [notice for notice in loaded.tree.notices if "now" in notice] == []
 
 
-def test_what_check_and_show_print_is_on_the_page(folder):
+def test_what_check_and_show_print_is_on_the_page(tmp_path, monkeypatch):
+    folder = working_folder(tmp_path / "page", monkeypatch)
     (folder / "mistakes.yaml").write_text("model: {num_layer: 8}\ntrainer:\n  num_train_steps: 10k\n")
     page = CONFIGS / "guide" / "configuration.md"
     mistakes, shown = [block.text for block in blocks_of(page) if block.language == "text"]
@@ -214,8 +210,8 @@ def stand_ins(words: list[str], folder: Path) -> list[str]:
     return result
 
 
-@pytest.mark.parametrize("block", blocks_in("bash"))
-def test_commands_parse(block, folder, monkeypatch):
+def check_commands(block: Block, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The block is a shell program, and its commands of lmtrain parse."""
     done = subprocess.run(["bash", "-n"], input=block.text, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     for other in blocks_of(block.page):
@@ -269,9 +265,21 @@ def test_verbs_and_flags_that_are_named_within_a_line_exist(page, monkeypatch):
             assert flags - own - settings == set(), words
 
 
-@pytest.mark.parametrize("block", blocks_in("python"))
-def test_programs_compile(block):
-    compile(block.text, block.place, "exec")
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks_of(page)], ids=named)
+def test_configs_load_commands_parse_and_programs_compile(page, tmp_path, monkeypatch):
+    wrong = []
+    for number, block in enumerate(blocks_of(page)):
+        folder = working_folder(tmp_path / str(number), monkeypatch)
+        try:
+            if block.language == "yaml":
+                check_config(block, folder)
+            elif block.language == "bash":
+                check_commands(block, folder, monkeypatch)
+            elif block.language == "python":
+                compile(block.text, block.place, "exec")
+        except (Exception, pytest.fail.Exception) as error:  # all blocks of the page are reported
+            wrong.append(f"{block.place}: {error}")
+    assert wrong == []
 
 
 # --- links, contents, names
@@ -303,17 +311,13 @@ def target_of(page: Path, link: str) -> tuple[Path, str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=named)
-def test_links_lead_somewhere(page):
+def test_links_lead_somewhere_and_headings_are_unique(page):
     wrong = []
     for link in links_of(page):
         target, name = target_of(page, link)
         if not target.exists() or (name and name not in anchors_of(target)):
             wrong.append(link)
     assert wrong == []
-
-
-@pytest.mark.parametrize("page", PAGES, ids=named)
-def test_headings_are_unique(page):
     anchors = anchors_of(page)
     assert [name for name in anchors if anchors.count(name) > 1] == []
 
@@ -349,16 +353,11 @@ def test_every_page_is_reached_from_the_readme():
 
 
 @pytest.mark.parametrize("page", OURS, ids=named)
-def test_files_of_the_repository_that_are_named_exist(page):
-    files = re.findall(
-        r"`(?:(?:bash|python) )?((?:deploy|tools|tests|lmtrain|configs)/[\w./-]+\w)[` ]", page.read_text()
-    )
+def test_files_and_settings_that_are_named_exist(page):
+    text = page.read_text()
+    files = re.findall(r"`(?:(?:bash|python) )?((?:deploy|tools|tests|lmtrain|configs)/[\w./-]+\w)[` ]", text)
     assert [name for name in files if not (ROOT / name).exists() and "mine" not in name] == []
-
-
-@pytest.mark.parametrize("page", OURS, ids=named)
-def test_settings_that_are_named_in_full_exist(page):
-    names = re.findall(rf"`(?:--)?((?:{'|'.join(SECTIONS)})\.[a-z_.]+[a-z])\b(?!\()", page.read_text())
+    names = re.findall(rf"`(?:--)?((?:{'|'.join(SECTIONS)})\.[a-z_.]+[a-z])\b(?!\()", text)
     names = {name.removesuffix(".type") for name in names if not name.endswith(".py")}
     sections = {name.rpartition(".")[0] for name in SETTINGS} | {name.replace("[]", "") for name in SETTINGS}
     assert names - SETTINGS - sections - set(SECTIONS) - OTHER_NAMES == set()

@@ -1,4 +1,4 @@
-"""Static checks: format, lint, types, import contracts.
+"""Static checks: format, lint, types, import contracts, files and lines within the budget.
 
 `python tools/check.py` checks; `python tools/check.py --fix` first formats and applies automatic fixes.
 """
@@ -19,6 +19,7 @@ def main() -> int:
         ["ruff", "check", "--fix"] if fix else ["ruff", "check"],
         ["mypy"],
         ["lint-imports"],
+        ["python", "tools/size.py"],
     ]
     failed = []
     for check in checks:

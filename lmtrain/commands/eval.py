@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from lmtrain.commands.arguments import Parser, add_model_flags, at_least, check_model_flags, parse_run
+from lmtrain.config.load import first_problem
 from lmtrain.data.caches import Cache
 from lmtrain.evaluation.benchmarks.check import check_benchmarks
 from lmtrain.evaluation.benchmarks.config import EvalHarnessConfig
@@ -106,10 +107,9 @@ def _with_errors(values: dict[str, Any]) -> EvalHarnessConfig:
     try:
         return EvalHarnessConfig(**values | {"bootstrap_iters": values.get("bootstrap_iters") or _BOOTSTRAP_ITERS})
     except ValidationError as error:
-        first = error.errors()[0]
-        name = str(first["loc"][0])
-        flag = {"task_spec": "tasks"}.get(name, name)
-        raise UserError(f"--{flag} {first['input']}: {first['msg']}") from None
+        path, message, value = first_problem(error)
+        flag = "tasks" if path[0] == "task_spec" else path[0]
+        raise UserError(f"--{flag} {value}: {message}") from None
 
 
 def _with_text(trained: TrainedModel, harness: EvalHarnessConfig | None, stop: StopRequest, folder: str) -> "Findings":

@@ -46,13 +46,27 @@ def describe_problems(model: type[BaseModel], tree: ConfigTree, error: Validatio
     return len(places), [*lines, *([f"and {rest:,} more"] if rest else [])]
 
 
+def first_problem(error: ValidationError) -> tuple[Path, str, Any]:
+    """The setting's path, the message and the value of the first problem, for one value that is no part of a file."""
+    first = error.errors(include_url=False)[0]
+    return _named(first["loc"], first), _message(first), first["input"]
+
+
+def _named(path: Path, problem: Any) -> Path:
+    """The path of a setting. A validator of a section names it with `field_error`."""
+    return (*path, *problem["ctx"]["field"].split(".")) if problem["type"] == "field" else path
+
+
+def _message(problem: Any) -> str:
+    return str(problem["msg"]).removeprefix("Value error, ")
+
+
 def _describe(model: type[BaseModel], tree: ConfigTree, path: Path, problems: list[Any]) -> str:
     """File and line, dotted path, what was expected, the value, and a suggestion if there is one."""
     kind, seen, context = problems[0]["type"], problems[0]["input"], problems[0].get("ctx", {})
     if kind == "union_tag_invalid":
         return _describe_type(tree, path, seen, context)
-    if kind == "field":  # from a validator of a section, which names the setting
-        path = (*path, *context["field"].split("."))
+    path = _named(path, problems[0])
     where = tree.origin_of(path)
     place = f"{where}: " if where else ""
     name = dotted(path)
@@ -71,7 +85,7 @@ def _describe(model: type[BaseModel], tree: ConfigTree, path: Path, problems: li
         return f"{place}{name}: no such setting" + (f"; did you mean {hint}?" if hint else "")
     if kind == "missing":
         return f"{place}{name}: this setting is required"
-    message = problems[0]["msg"].removeprefix("Value error, ")
+    message = _message(problems[0])
     if kind == "int_parsing_size":
         message = "expected a whole number below 9e18"
     if message.startswith(_EXPECTED):

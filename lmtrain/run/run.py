@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel, ValidationError
 
 from lmtrain.config.describe import kind_of, sections_of
-from lmtrain.config.load import LoadedConfig
+from lmtrain.config.load import LoadedConfig, first_problem
 from lmtrain.config.section import Role, settings_of
 from lmtrain.config.tree import ConfigTree, Origin, Path, dotted, lift, value_at, walk_leaves
 from lmtrain.data.config import DataConfig
@@ -77,12 +77,10 @@ def validate(values: Mapping[str, Any], source: str) -> RunConfig:
     try:
         return RunConfig.model_validate(values)
     except ValidationError as error:
-        first = error.errors()[0]
+        path, message, _ = first_problem(error)
         # after `model` comes the kind, which is not part of the setting's name
-        parts = [part for index, part in enumerate(first["loc"]) if (index, first["loc"][0]) != (1, "model")]
-        if first["type"] == "field":  # from a validator of a section, which names the setting
-            parts.append(first["ctx"]["field"])
-        raise UserError(f"{source} gives {'.'.join(map(str, parts))}: {first['msg']}") from None
+        name = dotted(path[:1] + path[2:] if path[:1] == ("model",) else path)
+        raise UserError(f"{source} gives {name}: {message}") from None
 
 
 def _with(written: ConfigTree, derived: ResolvedSettings) -> ConfigTree:

@@ -12,6 +12,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from lmtrain.config.load import first_problem
+from lmtrain.config.tree import dotted
 from lmtrain.runtime.errors import UserError, suggest_name
 from lmtrain.runtime.logging import log
 from lmtrain.runtime.redact import redact
@@ -107,13 +109,11 @@ def check_settings(settings: Mapping[str, Any]) -> None:
     try:
         wandb.Settings(**settings)
     except ValidationError as error:
-        first = error.errors()[0]
-        name = ".".join(str(part) for part in first["loc"][:1])
+        path, message, _ = first_problem(error)
+        name = dotted(path[:1])
         hint = suggest_name(name, wandb.Settings.model_fields)
         advice = f"; did you mean {hint!r}?" if hint and hint != name else ""
-        raise UserError(
-            f"trainer.tracker: wandb.Settings does not accept settings.{name}: {first['msg']}{advice}"
-        ) from None
+        raise UserError(f"trainer.tracker: wandb.Settings does not accept settings.{name}: {message}{advice}") from None
 
 
 def has_key() -> bool:

@@ -5,7 +5,9 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError, field_validator
 
+from lmtrain.config.load import first_problem
 from lmtrain.config.section import Section, identity
+from lmtrain.config.tree import dotted
 from lmtrain.models.base_config import BaseModelConfig
 from lmtrain.runtime.errors import field_error, suggest_name
 
@@ -72,6 +74,5 @@ def base_of(model: ModelT, sizes: Mapping[str, Any]) -> ModelT:
     try:
         return type(model).model_validate(settings)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        name = ".".join(map(str, first["loc"])) or (first.get("ctx") or {}).get("field", "")
-        raise field_error(field, f"{name}: {first['msg']}".removeprefix(": ")) from None
+        path, message, _ = first_problem(error)
+        raise field_error(field, f"{dotted(path)}: {message}".removeprefix(": ")) from None

@@ -1,9 +1,11 @@
-"""Settings of checkpointing."""
+"""Settings of checkpointing, and what is kept."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from lmtrain.checkpoint.config import CheckpointerConfig
+from lmtrain.checkpoint.config import CheckpointerConfig, KeepInterval, Kind, decide, next_permanent_step
 
 
 @pytest.mark.parametrize("keep", [[], [{"every": 1}], [{"every": 5, "until": 9}, {"every": 7, "until": 10}]])
@@ -45,3 +47,54 @@ def test_the_folder_of_a_run(settings, folder, monkeypatch):
 def test_a_folder_that_does_not_last_is_refused(path):
     with pytest.raises(ValidationError, match="base_path"):
         CheckpointerConfig(base_path=path)
+
+
+KEEP = [KeepInterval(every=10, until=50), KeepInterval(every=100, until=300), KeepInterval(every=1000)]
+
+
+def permanent(keep, steps):
+    return [step for step in steps if decide(step, keep, last=False, asked=False)]
+
+
+def test_the_first_entry_whose_until_is_not_past_decides():
+    assert permanent(KEEP, range(1, 3001)) == [10, 20, 30, 40, 50, 100, 200, 300, 1000, 2000, 3000]
+    assert permanent([KeepInterval(every=5, until=12)], range(1, 100)) == [5, 10]
+    assert permanent([], range(1, 100)) == []
+
+
+@pytest.mark.parametrize(
+    ("step", "last", "asked", "expected"),
+    [
+        (7, False, False, None),
+        (7, False, True, Kind.TEMPORARY),
+        (7, True, False, Kind.PERMANENT),
+        (7, True, True, Kind.PERMANENT),
+        (10, False, False, Kind.PERMANENT),
+        (10, False, True, Kind.PERMANENT),
+    ],
+)
+def test_the_kind_of_checkpoint_to_save(step, last, asked, expected):
+    assert decide(step, KEEP, last=last, asked=asked) is expected
+
+
+@st.composite
+def keeps(draw) -> list[KeepInterval]:
+    """Valid `keep` lists: `until` ascends, and only the last entry may have none."""
+    ends = sorted(draw(st.sets(st.integers(1, 60), max_size=4)))
+    entries = [KeepInterval(every=draw(st.integers(1, 40)), until=end) for end in ends]
+    if draw(st.booleans()):
+        entries.append(KeepInterval(every=draw(st.integers(1, 40))))
+    return list(CheckpointerConfig(keep=entries).keep)
+
+
+def is_permanent(step, keep):
+    """The rule as it is documented."""
+    entry = next((entry for entry in keep if entry.until is None or step <= entry.until), None)
+    return entry is not None and step % entry.every == 0
+
+
+@given(keeps(), st.integers(1, 120), st.data())
+def test_the_next_permanent_step_is_the_first_one_after_a_step_or_the_last_of_the_run(keep, last, data):
+    step = data.draw(st.integers(0, last - 1))
+    by_force = next(later for later in range(step + 1, last + 1) if later == last or is_permanent(later, keep))
+    assert next_permanent_step(step, keep, last) == by_force

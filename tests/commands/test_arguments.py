@@ -72,14 +72,6 @@ def test_a_wrong_command_line_is_a_user_error(parse, argv, message):
     assert message in str(caught.value)
 
 
-def test_help_shows_config_flags_and_overrides(parse, capsys):
-    with pytest.raises(SystemExit) as caught:
-        parse("--help")
-    assert caught.value.code == 0
-    shown = capsys.readouterr().out
-    assert shown.startswith(f"{USAGE}\n\nDoes a thing.")
-
-
 def test_a_flag_may_name_the_config_and_flags_of_the_references_programs_are_settings(parse):
     run = parse("--config_path", "tiny.yaml", "--address", "auto", "--start_workers", "false")
     assert (run.config.trainer.ray.address, run.config.trainer.ray.start_workers) == ("auto", False)

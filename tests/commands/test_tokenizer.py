@@ -140,13 +140,6 @@ def test_all_missing_files_are_named(train):
         train("--output", "t", *SENTENCEPIECE, files=["none.jsonl", "no*.txt"])
 
 
-def test_help_states_the_limit_of_lines(capsys):
-    assert tokenizer.run(["--help"]) == 0
-    shown = " ".join(capsys.readouterr().out.split())
-    assert "--input_sentence_size LINES maximum number of lines" in shown
-    assert "(default: 1000000)" in shown
-
-
 @pytest.mark.parametrize("kind", [["--vocab_size", "300"], SENTENCEPIECE], ids=["bpe", "sentencepiece"])
 def test_reserved_special_tokens_are_single_tokens(train, kind):
     assert train("--output", "tok", *kind, "--special_tokens", "<|im_start|>, <|im_end|>") == 0

@@ -1,16 +1,18 @@
-"""Descriptions of all settings."""
+"""Descriptions of all settings, and a resolved config as YAML with origins."""
 
 from collections import Counter
 from datetime import timedelta
-from typing import Annotated, Literal
+from typing import Literal
 
 import pytest
+import yaml
 from pydantic import Field
 
-from lmtrain.config.describe import describe, format_settings, sections_of, type_name, written
+from lmtrain.config.describe import describe, format_settings, sections_of, show, written
+from lmtrain.config.load import load_config
 from lmtrain.config.section import Section
-from lmtrain.optim.config import AdamConfig
-from lmtrain.run.config import RunConfig
+from lmtrain.config.tree import ConfigTree, Origin
+from lmtrain.run.config import RunConfig, resolved
 from lmtrain.tracking.config import JsonConfig
 
 GROUPS = describe(RunConfig)
@@ -101,25 +103,6 @@ def test_each_setting_of_a_class_comes_once_per_section():
 
 
 @pytest.mark.parametrize(
-    ("annotation", "expected"),
-    [
-        (int, "int"),
-        (str | None, "text | null"),
-        (list[str], "list of text"),
-        (dict[str, float], "map of text to float"),
-        (Literal["a", "b"], "a | b"),
-        (Annotated[int, Field(ge=1)] | list[int], "int | list of int"),
-        (list[tuple[int, str]], "list of [int, text]"),
-        (timedelta | None, "duration | null"),
-        (bool | AdamConfig, "true/false | map"),
-        (Annotated[int, Field(ge=1)] | int, "int"),
-    ],
-)
-def test_readable_names_of_types(annotation, expected):
-    assert type_name(annotation) == expected
-
-
-@pytest.mark.parametrize(
     ("value", "expected"),
     [
         (None, "null"),
@@ -140,3 +123,75 @@ def test_readable_names_of_types(annotation, expected):
 )
 def test_defaults_are_written_as_yaml(value, expected):
     assert written(value) == expected
+
+
+NOBODY = ConfigTree()
+
+
+def test_origins_are_aligned_after_the_longest_line():
+    layer = ConfigTree({"a": {"bcd": 1}}, {("a",): Origin("f.yaml", 1), ("a", "bcd"): Origin("f.yaml", 2)})
+    assert show({"a": {"bcd": 1}, "e": None}, layer) == "a:\n  bcd: 1  # f.yaml:2\ne: null   # default\n"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"a": []},
+        {"a": [{"b": 1}, {}]},
+        {"a": [{"b": 1}, 2]},
+        {"a": [{"b": {"c": {"d": 1}}}, {"b": [{"c": 1}, {"d": 2, "e": []}]}]},
+        {"a": {"b": [{"c": [{"d": 1}, {"d": 2}]}]}, "e": 1},
+        {"a": [[0, {"b": 1}], [5, {"b": 2}]]},
+        {"a": 1e-5, "b": 1e22, "c": 0.1, "d": -0.0, "e": 10**30},
+        {"a": "line\nline", "b": {"c": "line\n\n  line\n"}},
+        {"a": "word " * 5000, "b": {"c": "x" * 20_000}},
+        {"on": 1, "1": 2, "a: b": 3, "": 4, "null": 5},
+        {"a": {"type": "x", "b": 1}, "type": "y"},
+        {"a": ["a: b", "#x", "null", "12", "ü", "- x", "'", '"', "{x", "trailing "]},
+        {},
+    ],
+    ids=str,
+)
+def test_shown_data_loads_as_the_same_data(data):
+    assert (yaml.safe_load(show(data, NOBODY)) or {}) == data
+
+
+def test_the_type_comes_first_at_any_depth_and_the_order_is_kept():
+    data = {"b": 1, "a": {"z": 1, "type": "t", "y": 2}, "l": [{"n": 1, "type": "u", "m": {"k": 1, "type": "v"}}]}
+    shown = show(data, NOBODY)
+    assert [line.split("#")[0].rstrip() for line in shown.splitlines()] == [
+        *("b: 1", "a:", "  type: t", "  z: 1", "  y: 2"),
+        *("l:", "- type: u", "  n: 1", "  m:", "    type: v", "    k: 1"),
+    ]
+
+
+def test_origins_with_an_include_a_flag_and_a_list(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "keep.yaml").write_text("- every: 5\n  until: 10\n- every: 50\n")
+    (tmp_path / "run.yaml").write_text(
+        "trainer:\n  checkpointer:\n    keep: !include keep.yaml\n  axis_resources: {mlp: model}\n"
+        "  tracker:\n    type: tensorboard\n    logdir: x\ndata:\n  train_urls: [a, b]\n"
+    )
+    loaded = load_config(RunConfig, "run.yaml", [("optimizer.learning_rate", "1e-3"), ("trainer.id", "x")])
+    output = show(resolved(loaded.config), loaded.tree)
+    assert yaml.safe_load(output) == resolved(loaded.config)
+    for line in output.splitlines():
+        assert line.partition(" # ")[0].rstrip().endswith(":") != (" # " in line), line
+    lines = {" ".join(line.split()) for line in output.splitlines()}
+    assert lines >= {
+        "- every: 5 # keep.yaml:1",
+        "until: 10 # keep.yaml:2",
+        "- every: 50 # keep.yaml:3",
+        "until: null # default",
+        "mlp: model # run.yaml:4",
+        "logdir: x # run.yaml:7",
+        "train_urls: [a, b] # run.yaml:9",
+        "learning_rate: 0.001 # --optimizer.learning_rate",
+        "id: x # --trainer.id",
+        "type: adam # default",
+    }
+
+
+def test_the_origin_of_a_value_has_no_secrets():
+    layer = ConfigTree({"a": 1}, {("a",): Origin("https://me:word@host/a.yaml?sig=b", 3)})
+    assert show({"a": 1}, layer) == "a: 1  # https://***@host/a.yaml?***:3\n"

@@ -1,8 +1,13 @@
-"""Aliases and deprecated names set the current setting, with a notice for deprecated ones."""
+"""Other names of settings, advice, and settings that another type or text source replaces."""
+
+import re
 
 import pytest
+import yaml
 
-from lmtrain.config.spellings import combine
+from lmtrain.config.describe import describe
+from lmtrain.config.load import load_config
+from lmtrain.config.spellings import ADVICE, combine
 from lmtrain.config.tree import ConfigTree
 from lmtrain.run.config import RunConfig
 from lmtrain.runtime.errors import UserError
@@ -142,3 +147,88 @@ def test_loss_on_all_messages_in_levanters_form(load):
     assert load("data: {format: {type: chat, mask_user_turns: false}}\n")[0].data.format.loss_on == "all"
     with pytest.raises(UserError, match="mask_user_turns"):
         load("data: {format: {type: chat, mask_user_turns: false, loss_on: last}}\n")
+
+
+DATA = {
+    "demo": "data: {demo: d}\n",
+    "urls": "data: {train_urls: [a], validation_urls: [b]}\n",
+    "id": "data: {id: i, name: n, stream: true}\n",
+    "configs": "data: {configs: {x: {id: y}}, train_weights: {x: 1.0}}\n",
+}
+FLAGS = {
+    "demo": ("data.demo", "e"),
+    "urls": ("data.train_urls", "[c]"),
+    "id": ("data.id", "j"),
+    "configs": ("data.configs", "{z: {validation_urls: [c]}}"),
+}
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+@pytest.mark.parametrize("kind", DATA)
+def test_a_source_on_the_command_line_replaces_one_of_another_kind_with_a_notice(load, kind, flag):
+    _, layer = load(DATA[kind], FLAGS[flag])
+    (written,) = yaml.safe_load(DATA[kind]).values()
+    name, value = FLAGS[flag]
+    added = yaml.safe_load(value)
+    merged = written["configs"] | added if kind == flag == "configs" else added
+    assert layer.data["data"][name.removeprefix("data.")] == merged
+    kept = {"urls": {"validation_urls"}, "configs": {"train_weights"}}.get(kind, set()) if kind == flag else set()
+    for setting in set(written) - {name.removeprefix("data.")}:
+        assert (setting in layer.data["data"]) == (setting in kept)
+        assert (f"--{name}: replaces data.{setting} of main.yaml:1" in layer.notices) == (setting not in kept)
+
+
+def test_a_file_replaces_the_source_of_its_include(load):
+    config, tree = load("!include other.yaml\ndata: {id: i}\n", other="data: {demo: d, shuffle: true}\n")
+    assert (config.data.id, config.data.demo, config.data.shuffle) == ("i", None, True)
+    assert tree.notices == ["main.yaml:2: replaces data.demo of other.yaml:1"]
+
+
+def test_two_kinds_of_sources_in_one_file_are_an_error(load):
+    with pytest.raises(UserError, match=r"main.yaml:3: data.id: set together with train_urls"):
+        load("data:\n  train_urls: [a]\n  id: i\n")
+
+
+def test_another_type_on_the_command_line_drops_settings_that_it_does_not_have(load):
+    text = (
+        "trainer:\n  tracker:\n    project: p\noptimizer:\n  learning_rate: 2E-4\n  nesterov: true\n"
+        "model:\n  num_layers: 3\n  mlp_scale: 2\n"
+    )
+    config, tree = load(
+        text, ("trainer.tracker", "{type: json}"), ("optimizer.type", "sophia-h"), ("model.type", "llama")
+    )
+    assert [tracker.type for tracker in config.trainer.tracker] == ["json"]
+    assert (config.optimizer.type, config.optimizer.learning_rate) == ("sophia-h", 2e-4)
+    assert (config.model.type, config.model.num_layers) == ("llama", 3)
+    assert tree.notices == [
+        "--trainer.tracker: ignoring trainer.tracker.project (main.yaml:3): json has no such setting",
+        "--optimizer.type: ignoring optimizer.nesterov (main.yaml:6): sophia-h has no such setting",
+        "--model.type: ignoring model.mlp_scale (main.yaml:9): llama has no such setting",
+    ]
+
+
+def test_the_same_type_on_the_command_line_drops_nothing(load):
+    with pytest.raises(UserError, match=r"main\.yaml:1: model\.num_layer: no such setting"):
+        load("model: {num_layer: 2}\n", ("model.type", "gpt2"))
+
+
+SETTINGS = {setting.name for group in describe(RunConfig) for setting in group.settings}
+
+
+@pytest.mark.parametrize("name", ADVICE)
+def test_advice_names_existing_settings_for_a_name_that_does_not_exist(name):
+    assert not [setting for setting in SETTINGS if setting.rpartition(".")[2] == name]
+    for named in re.findall(r"\b(?:data|model|trainer|optimizer)\.[a-z_.]*[a-z_]", ADVICE[name]):
+        assert named in SETTINGS, named
+
+
+def test_an_unknown_setting_gets_the_advice_with_its_place(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text(yaml.safe_dump({"optimizer": {"cooldown": 0.1}, "model": {"n_layer": 2}}))
+    with pytest.raises(UserError) as error:
+        load_config(RunConfig, str(path), [("trainer.require_accelerator", "true"), ("trainer.num_train_step", "3")])
+    lines = [line.strip() for line in str(error.value).splitlines()[1:]]
+    assert f"{path}:4: optimizer.cooldown: no such setting; set optimizer.decay" in lines
+    assert any(line.startswith(f"{path}:2: model.n_layer: no such setting; set model.num_layers") for line in lines)
+    assert any(line.startswith("--trainer.require_accelerator: no such setting; remove it") for line in lines)
+    assert "--trainer.num_train_step: no such setting; did you mean trainer.num_train_steps?" in lines

@@ -6,9 +6,6 @@ from dataclasses import dataclass, field
 from html.parser import HTMLParser
 from pathlib import Path
 
-import matplotlib.image
-import numpy as np
-
 from lmtrain.report.page import script
 from lmtrain.report.run import LoggedRun, find_run, read_run
 
@@ -81,13 +78,6 @@ def write_complete(folder: Path, run: str = "one", offset: float = 0.0, rate: fl
     write_ledger(folder, run, [first, second])
     write_config(folder, run, f"optimizer:\n  learning_rate: {rate}  # my.yaml:3\ntrainer:\n  num_train_steps: 40\n")
     return path
-
-
-def pixels(path: Path, colour: str) -> int:
-    """The number of pixels of a picture that have nearly this colour."""
-    picture = matplotlib.image.imread(path)[..., :3]
-    wanted = np.array([int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)])
-    return int((np.abs(picture - wanted).max(-1) < 0.04).sum())
 
 
 @dataclass

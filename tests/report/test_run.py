@@ -1,7 +1,8 @@
-"""Reading a run whose files may be missing, incomplete or corrupt: the rest is read and the problem reported."""
+"""Finding a run, and reading it even if files are missing, incomplete or corrupt."""
 
 import json
 import math
+import os
 
 import pytest
 from report.made import (
@@ -15,7 +16,7 @@ from report.made import (
     write_samples,
 )
 
-from lmtrain.report.run import find_run, read_run, read_samples
+from lmtrain.report.run import RunFiles, find_run, find_runs, name_runs, read_run, read_samples
 from lmtrain.runtime.errors import UserError
 
 
@@ -150,6 +151,76 @@ def test_lines_without_a_sample_are_reported_and_an_incomplete_last_line_is_igno
     notices: list[str] = []
     assert read_samples(path, notices) == {"a": {10: "x"}}
     assert notices == [f"left out of {path}: 4 lines without a sample"]
+
+
+@pytest.fixture
+def logs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for age, run in enumerate(("gpt2_nano-b2e784", "llama-1", "two.5")):
+        path = write_log(tmp_path / "logs", run, training(1))
+        os.utime(path, (1e9 - age, 1e9 - age))
+    return tmp_path / "logs"
+
+
+@pytest.mark.parametrize("name", ["two.5", "logs/two.5", "logs/two.5/", "logs/two.5.metrics.jsonl", "./logs//two.5"])
+def test_a_run_is_named_by_metrics_file_folder_or_id(logs, name):
+    found = find_run(name, "logs/")
+    assert found.id == "two.5"
+    assert os.path.samefile(found.metrics, logs / "two.5.metrics.jsonl")
+    assert os.path.abspath(found.folder) == str(logs / "two.5")
+
+
+def test_a_run_is_found_from_inside_its_folder(logs, monkeypatch):
+    (logs / "two.5").mkdir()
+    monkeypatch.chdir(logs / "two.5")
+    assert find_run(".", "logs/").id == "two.5"
+
+
+def test_log_dir_is_another_folder(logs, tmp_path):
+    other = write_log(tmp_path / "elsewhere", "two.5", training(1))
+    assert find_run("two.5", "elsewhere").metrics == str(other.relative_to(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("gpt3_nano-b2e784", "run gpt3_nano-b2e784 not found; did you mean 'gpt2_nano-b2e784'?"),
+        ("logs/llama-2", "did you mean 'llama-1'?"),
+        ("zzz", "run zzz not found; runs in logs/: gpt2_nano-b2e784, llama-1, two.5"),
+        ("logs", "runs in logs: gpt2_nano-b2e784, llama-1, two.5"),
+        ("nowhere/one", "no nowhere/one.metrics.jsonl, and no *.metrics.jsonl in nowhere; --log_dir"),
+        ("gs://bucket/logs/one", "local files"),
+    ],
+)
+def test_an_unknown_run_is_an_error_that_lists_the_existing_ones(logs, name, message):
+    with pytest.raises(UserError) as error:
+        find_run(name, "logs/")
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["gpt2_nano", "g", "logs/gpt2"])
+def test_a_unique_prefix_is_enough(logs, name):
+    assert find_run(name, "logs/").id == "gpt2_nano-b2e784"
+
+
+def test_an_ambiguous_prefix_is_an_error(logs):
+    write_log(logs, "gpt2_nano-ffffff", training(1))
+    with pytest.raises(UserError, match=r"^gpt2_nano is ambiguous: gpt2_nano-\w+, gpt2_nano-\w+$"):
+        find_run("gpt2_nano", "logs/")
+
+
+def test_a_run_that_is_named_twice_is_an_error(logs):
+    assert [run.id for run in find_runs(["two.5", "llama-1"], "logs/")] == ["two.5", "llama-1"]
+    with pytest.raises(UserError, match=r"two\.5 and logs/two\.5 are the same run"):
+        find_runs(["two.5", "llama-1", "logs/two.5"], "logs/")
+
+
+def test_runs_with_the_same_id_are_distinguished_by_their_folders():
+    places = ["a/x/logs/one", "b/x/logs/one", "b/y/logs/one", "b/y/logs/two"]
+    runs = [RunFiles(os.path.basename(place), f"/{place}.metrics.jsonl", f"/{place}") for place in places]
+    assert name_runs(runs) == ["one (a/x/logs)", "one (b/x/logs)", "one (b/y/logs)", "two"]
+    in_one_folder = [RunFiles("one", "/l/one.metrics.jsonl", "/l/one"), RunFiles("one", "/l/one.jsonl", "/l/one")]
+    assert len(set(name_runs(in_one_folder))) == 2
 
 
 def test_samples_that_cannot_be_read_are_reported_and_missing_ones_are_not(tmp_path):

@@ -1,4 +1,4 @@
-"""The tables of a report."""
+"""The main figures and the tables of a report."""
 
 import time
 
@@ -13,7 +13,7 @@ from lmtrain.report.tables import (
     facts_table,
     format_time,
     samples_tables,
-    summaries_table,
+    summarize,
     times_table,
 )
 
@@ -118,19 +118,47 @@ def test_other_evaluations_have_no_best(tmp_path):
     assert texts(table) == [["", "last", "best"], ["eval/accuracy/top1", "0.5000", "-"]]
 
 
-def test_summaries_are_side_by_side(tmp_path):
-    write_complete(tmp_path, "a")
-    write_log(tmp_path, "b", training(20))
-    table = summaries_table([read(tmp_path, "a"), read(tmp_path, "b")], NAMES[:2])
-    assert texts(table)[0] == ["", "a", "b"]
-    assert row(table, "steps done") == ["40/of 40", "20"]
-    assert row(table, "starts") == ["2", "-"]
-    assert not [cells for cells in texts(table) if cells[0] == "MFU"]
-
-
 def test_the_newest_samples_of_a_prompt_are_apart_from_earlier_ones():
     tables = samples_tables({"a": {step: f"text {step}" for step in range(1, 151)}})["a"]
     shown = [[cells[0] for cells in texts(table)] for table in tables]
     newest, earlier = ([f"step {step}" for step in range(*ends, -1)] for ends in ((150, 147), (147, 50)))
     assert shown == [newest, [*earlier, ""]]
     assert texts(tables[1])[-1][1] == "50 earlier steps are not shown."
+
+
+def figures(run) -> dict[str, tuple[str, str]]:
+    return {name: (cell.value, cell.note) for name, cell in summarize(run).items()}
+
+
+def test_a_complete_run(tmp_path):
+    path = write_complete(tmp_path)
+    path.write_text(path.read_text() + '{"step": 40, "throughput/mfu": 41.25, "throughput/total_tokens": 5120}\n')
+    found = figures(read(tmp_path))
+    assert found["steps done"] == ("40", "of 40")
+    assert found["parameters"] == ("1,234,567", "")
+    assert found["tokens seen"] == ("5,120", "")
+    assert found["last train loss"][0] == "3.0020"
+    assert found["best eval loss"] == ("3.1020", "at step 40")
+    assert found["tokens/s"] == ("5,020", "median")
+    assert found["MFU"] == ("41.2 %", "median")
+    assert found["wall time"] == ("4m10s", "")
+    assert found["goodput"] == ("52.0 %", "of the wall time")
+    assert found["starts"] == ("2", "")
+
+
+def test_best_is_the_lowest_value(tmp_path):
+    losses = [(10, 4.0), (20, 3.0), (30, None), (40, 3.5)]
+    lines = [{"step": step, "eval/loss": loss} for step, loss in losses]
+    write_log(tmp_path, "one", [*training(5), *lines])
+    found = figures(read(tmp_path))
+    assert found["best eval loss"] == ("3.0000", "at step 20")
+    assert found["last eval loss"] == ("3.5000", "at step 40")
+    write_log(tmp_path, "one", [*training(5), *lines[:3]])
+    assert figures(read(tmp_path))["last eval loss"] == ("NaN or infinite", "at step 30")
+
+
+def test_without_a_ledger_wall_time_is_the_sum_of_steps(tmp_path):
+    write_log(tmp_path, "one", training(40))
+    found = figures(read(tmp_path))
+    assert found["wall time"] == ("20s", "steps only")
+    assert found["goodput"] == found["starts"] == ("", "")

@@ -1,9 +1,12 @@
-"""Settings of a training run."""
+"""Settings of a training run, and its batch sizes."""
+
+import re
 
 import pytest
 from pydantic import ValidationError
 
-from lmtrain.run.trainer import TrainerConfig
+from lmtrain.run.trainer import Batching, TrainerConfig, check_seq_len, choose_batching
+from lmtrain.runtime.errors import UserError
 from lmtrain.tracking.config import JsonConfig, NoopConfig, WandbConfig
 
 
@@ -38,3 +41,66 @@ def test_invalid_settings_are_refused(change):
     with pytest.raises(ValidationError) as caught:
         TrainerConfig(**change)
     assert {problem["loc"][0] for problem in caught.value.errors()} == {name}
+
+
+def plan(batch: int, shards: int, per_device: int = -1, per_device_eval: int = -1) -> Batching:
+    config = TrainerConfig(
+        train_batch_size=batch,
+        per_device_parallelism=per_device,
+        per_device_eval_parallelism=per_device_eval,
+    )
+    return choose_batching(config, shards)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ((32, 1), Batching({32: 1}, 32)),
+        ((32, 1, 8), Batching({32: 4}, 8)),
+        ((32, 4, 2), Batching({32: 4}, 8)),
+        ((32, 4, 1), Batching({32: 8}, 4)),
+        ((32, 4, 2, 16), Batching({32: 4}, 64)),
+        ((32, 4, -1, 3), Batching({32: 1}, 12)),
+    ],
+)
+def test_sizes(arguments, expected):
+    assert plan(*arguments) == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((30, 8), "train_batch_size: 30 sequences cannot be split evenly over 8 devices; it could be 24 or 32"),
+        ((3, 8), "train_batch_size: 3 sequences cannot be split evenly over 8 devices; it could be 8"),
+        (
+            (32, 4, 3),
+            "3 does not divide trainer.train_batch_size 32 over 4 devices, 8 sequences on each; it could be 2 or 4",
+        ),
+        (
+            (32, 4, 16),
+            "16 does not divide trainer.train_batch_size 32 over 4 devices, 8 sequences on each; it could be 4 or 8",
+        ),
+    ],
+)
+def test_sizes_that_do_not_divide_are_refused_with_valid_sizes(arguments, message):
+    with pytest.raises(UserError, match=re.escape(message) + "$"):
+        plan(*arguments)
+
+
+@pytest.mark.parametrize("value", [0, -2])
+@pytest.mark.parametrize("name", ["per_device_parallelism", "per_device_eval_parallelism"])
+def test_a_parallelism_is_automatic_or_positive(name, value):
+    with pytest.raises(ValidationError):
+        TrainerConfig(**{name: value})
+
+
+def test_sequences_that_do_not_divide_over_devices_are_an_error_with_lengths_that_do():
+    for parts in (1, 2, 8):
+        check_seq_len(1024, parts)
+    with pytest.raises(
+        UserError, match=r"model\.seq_len: 1,000 .* 16 devices .*context_axis_size\); it divides over 10 or 20 devices"
+    ):
+        check_seq_len(1000, 16)
+    check_seq_len(48, 2, halves=True)
+    with pytest.raises(UserError, match=r"model\.seq_len: 42 positions over 2 devices.* into 4 parts: use a multiple"):
+        check_seq_len(42, 2, halves=True)

@@ -1,15 +1,18 @@
-"""What is refused before data is read. `tests/end_to_end/test_mistakes.py` has the messages of the command."""
+"""Checks at the start of a run, and the number of steps that the data allows."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
 from lmtrain.config.load import LoadedConfig
+from lmtrain.data.caches import Caches
 from lmtrain.run.config import RunConfig
 from lmtrain.run.run import Run
 from lmtrain.runtime.errors import UserError
 from lmtrain.runtime.logging import ALONE, Processes
-from lmtrain.train.start.checks import check_before_data, check_services, check_settings
+from lmtrain.train.start import checks as module
+from lmtrain.train.start.checks import check_before_data, check_services, check_settings, length_of_data
 
 
 def test_trackers_are_checked_by_the_first_process_only(caplog):
@@ -45,3 +48,33 @@ def test_a_checkpoint_to_start_from_is_looked_for_before_the_data(tmp_path, monk
     more = {section: {name: "nowhere"}} if section else {name: "nowhere"}
     with pytest.raises(UserError, match=f"{setting}: checkpoint nowhere: no such folder"):
         check_before_data(run_of(model=model, data={"tokenizer": "byte"}, **more), "identity", ALONE)
+
+
+CONFIG = RunConfig(epoch=2, trainer={"num_train_steps": 100, "train_batch_size": 4})
+
+
+@pytest.mark.parametrize(
+    ("steps", "config", "source"),
+    [
+        (100, CONFIG, None),
+        (30, CONFIG, "epoch 2 (30 steps)"),
+        (1, CONFIG.model_copy(update={"epoch": 0}), "data.stop_strategy first_exhausted (1 step)"),
+    ],
+)
+def test_a_run_that_its_data_ends_has_that_number_of_steps(monkeypatch, caplog, steps, config, source):
+    asked = []
+    monkeypatch.setattr(module, "check_batch", lambda data, caches, *sizes: asked.append(sizes))
+    monkeypatch.setattr(module, "choose_steps", lambda data, caches, *sizes: asked.append(sizes) or steps)
+    with caplog.at_level("INFO"):
+        found = length_of_data(config, Caches({}, {}))
+    sizes = config.model.seq_len, config.trainer.batch_sizes
+    assert asked == [sizes, (*sizes, 100, config.epoch, config.trainer.seed)]
+    assert found == (source and (source, {"trainer": {"num_train_steps": steps}}))
+    assert bool(caplog.messages) == (source is not None)
+
+
+def test_less_data_than_a_batch_is_refused(monkeypatch):
+    monkeypatch.setattr(module, "check_batch", lambda *_: None)
+    monkeypatch.setattr(module, "choose_steps", lambda *_: 0)
+    with pytest.raises(UserError, match="the data is less than one batch; lower "):
+        length_of_data(CONFIG, SimpleNamespace())

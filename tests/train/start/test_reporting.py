@@ -1,18 +1,23 @@
-"""FLOPs per token of a run, and the peak of its devices."""
+"""FLOPs per token of a run, the peak of its devices, and the description of a run."""
 
+import json
 import re
 
 import jax
 import pytest
 
+from lmtrain.data.caches import Caches
 from lmtrain.plan.figures import describe
 from lmtrain.plan.report import model_lines
-from lmtrain.run.config import RunConfig
+from lmtrain.run.config import RunConfig, resolved
+from lmtrain.run.run import run_identity
 from lmtrain.runtime.accelerators import find_accelerator
 from lmtrain.train.program.compile import ModelFlops
 from lmtrain.train.program.program import build_program
 from lmtrain.train.start import reporting as module
-from lmtrain.train.start.reporting import model_flops
+from lmtrain.train.start.reporting import describe_run, log_program, model_flops
+from lmtrain.weights.export_folder import BaseIdentity
+from lmtrain.weights.load_checkpoint import LoraBase
 
 
 @pytest.fixture(scope="module")
@@ -66,3 +71,47 @@ def test_a_device_at_its_peak_has_an_mfu_of_100_percent():
     assert rates == pytest.approx(
         {"throughput/gflops_per_second": 989e3, "throughput/mfu": 100.0, "throughput/mfu_causal": 75.0}
     )
+
+
+MODEL = {"type": "llama", "hidden_dim": 16, "intermediate_dim": 24, "num_heads": 4, "num_layers": 2, "seq_len": 8}
+CACHES = Caches({}, {})
+
+
+def llama_program(**settings):
+    trainer = {"train_batch_size": 4, "per_device_parallelism": 2, "mp": "p=f32,c=bf16"}
+    return build_program(RunConfig.model_validate({"model": MODEL, "trainer": trainer} | settings), 64)
+
+
+OF_BASE = {"initialize_from_hf": "https://a:b@host/x", "fingerprint": "f"}
+
+
+@pytest.mark.parametrize("base", [None, LoraBase(None, BaseIdentity("f", "float32"), OF_BASE)])
+def test_the_run_info_is_plain_data_with_the_identity_and_the_base_without_secrets(base):
+    planned = llama_program()
+    info = describe_run(planned.config, "one", {"fingerprint": "x"}, CACHES, planned, base)
+    assert json.loads(json.dumps(info)) == info
+    assert info["run_id"] == "one"
+    assert info["identity"] == run_identity(planned.config, {"fingerprint": "x"}, CACHES.identity)
+    assert info["config"] == resolved(planned.config)
+    assert info["machine"]["microbatches"] == {"4": 2}
+    assert info["machine"]["mesh"] == {"replica": 1, "data": 1, "model": 1}
+    assert set(info["versions"]) > {"lmtrain", "jax"}
+    expected = {"initialize_from_hf": "https://***@host/x", "fingerprint": "f"}
+    assert info.get("base") == (None if base is None else expected)
+
+
+@pytest.mark.parametrize(("mp", "warned"), [("bf16", True), ("p=bf16,c=f32", True), ("p=f32,c=bf16", False)])
+def test_parameters_in_bfloat16_are_warned_of(caplog, mp, warned):
+    log_program(llama_program(trainer={"train_batch_size": 4, "mp": mp}))
+    assert any(line.startswith("trainer.mp: ") for line in caplog.messages) == warned
+
+
+def test_the_log_has_the_parameters_and_those_that_lora_trains(caplog):
+    lora = {"r": 2, "base_dtype": "float32", "target_modules": ["q_proj"]}
+    with caplog.at_level("INFO"):
+        log_program(llama_program())
+        assert not any("LoRA" in line for line in caplog.messages)
+        log_program(llama_program(initialize_from_hf="x", lora=lora))
+    assert any(f"of which LoRA trains {2 * 2 * 2 * 16}, " in line for line in caplog.messages)
+    assert any("| base/blocks/attn/q/kernel " in line for line in caplog.messages)
+    assert caplog.messages[-1].startswith("  training state: ")

@@ -26,32 +26,30 @@ def test_only_user_info_before_the_host_is_masked(text, expected):
     assert redact(text) == expected
 
 
-@pytest.mark.parametrize("quote", [str, repr, "{}: cannot be read".format, "no host in '{}', line 3".format])
-@pytest.mark.parametrize(
-    "password",
-    [
-        *(
-            "wo'rd",
-            'wo"rd',
-            "wo rd",
-            "wo@rd",
-            "wo#rd",
-            "wo?rd",
-            "wo%rd",
-            "wo\\rd",
-            "wo,rd",
-            "wo:rd",
-            "wo`<rd>",
-            "[word]",
-        ),
-        *("wö漢rd", "12 rd", "12'rd", "wo;rd)(", "$!&*=+~|{}^"),
-    ],
-)
-def test_user_info_is_masked_whatever_its_characters(password, quote):
-    shown = redact(quote(f"https://me:{password}@host.org:80/a/b.yaml"))
-    assert "***@host.org:80/a/b.yaml" in shown
-    assert not any(part in shown for part in ("me:", password, "rd"))
-    assert redact(shown) == shown
+PASSWORDS = [
+    "wo'rd",
+    'wo"rd',
+    "wo rd",
+    "wo@rd",
+    "wo#rd",
+    "wo?rd",
+    "wo%rd",
+    "wo\\rd",
+    "wo,rd",
+    "wo:rd",
+    "wo`<rd>",
+    "[word]",
+]
+PASSWORDS += ["wö漢rd", "12 rd", "12'rd", "wo;rd)(", "$!&*=+~|{}^"]
+
+
+@pytest.mark.parametrize("password", PASSWORDS)
+def test_user_info_is_masked_whatever_its_characters(password):
+    for quote in (str, repr, "{}: cannot be read".format, "no host in '{}', line 3".format):
+        shown = redact(quote(f"https://me:{password}@host.org:80/a/b.yaml"))
+        assert "***@host.org:80/a/b.yaml" in shown
+        assert not any(part in shown for part in ("me:", password, "rd"))
+        assert redact(shown) == shown
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Suggestions: the closest known name, or none."""
+"""Suggested names: the closest known one, or none."""
 
 from typing import Literal
 

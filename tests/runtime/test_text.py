@@ -1,12 +1,13 @@
-"""Encodings of text that is not UTF-8, as `iconv` names them."""
+"""Text and JSON: encodings other than UTF-8, and errors with their place."""
 
 import os
+import re
 import subprocess
 
 import pytest
 
 from lmtrain.runtime.errors import UserError
-from lmtrain.runtime.text import likely_encoding, not_utf8, require_utf8
+from lmtrain.runtime.text import likely_encoding, not_utf8, parse_json, require_utf8
 
 TEXT = "caf\u00e9 d\u00e9j\u00e0 vu"
 
@@ -48,3 +49,27 @@ def test_an_argument_with_bytes_that_are_not_utf8_is_refused():
     argument = os.fsdecode(TEXT.encode("latin-1"))
     with pytest.raises(UserError, match=r"^--prompt: not UTF-8: invalid continuation byte at byte 3; .*ISO-8859-1"):
         require_utf8(argument, "--prompt")
+
+
+def test_values_are_those_of_json():
+    assert parse_json(b'{"a": [1, 2.5, null, "\\u00e9"]}') == parse_json('{"a": [1, 2.5, null, "\u00e9"]}')
+    with pytest.raises(UnicodeDecodeError):
+        parse_json(b'{"a": "\xff"}')
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"a" 1}', "Expecting ':' delimiter: character 6"),
+        ('{"a":\n', "Expecting value: character 6"),
+        ("", "Expecting value: character 1"),
+        ('{"a": 1}{', "Extra data: character 9"),
+        ('{"a":\n  x}', "Expecting value: line 2, column 3"),
+        ("[" * 100_000, "nested too deeply"),
+        ('{"a":' * 100_000, "nested too deeply"),
+    ],
+)
+def test_the_place_is_the_character_or_in_several_lines_the_line(text, message):
+    for content in (text, text.encode()):
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+            parse_json(content)
