@@ -377,21 +377,21 @@ def test_completions_are_targets_and_end_in_an_eos_token(folder):
 
 
 @pytest.mark.parametrize(
-    ("record", "words"),
+    ("record", "names"),
     [
-        ({"completion": "b"}, ["no key 'prompt'", "data.format.input_field"]),
-        ({"prompt": "a"}, ["no key 'completion'", "data.format.output_field"]),
-        ({"prompt": "a", "completion": 3}, ["'completion' is int"]),
-        ({"prompt": "a", "completion": ""}, ["'completion' is empty"]),
-        ({"prompt": "a", "completion": "b", "system": "S"}, ["'system'", "data.format.ignored_fields"]),
+        ({"completion": "b"}, ["'prompt'", "data.format.input_field"]),
+        ({"prompt": "a"}, ["'completion'", "data.format.output_field"]),
+        ({"prompt": "a", "completion": 3}, ["'completion'"]),
+        ({"prompt": "a", "completion": ""}, ["'completion'"]),
+        ({"prompt": "a", "completion": "b", "system": "S"}, ["'system'"]),
         ({"prompt": "a", "completion": "b", "input": "c"}, ["'input'"]),
         ({"prompt": "Which?", "completion": "b", "choices": {"text": ["c", "d"]}}, ["'choices'"]),
         ({"prompt": "a", "completion": "b", "suffix": "c"}, ["'suffix'"]),
-        ({"prompt": [{"role": "user", "content": "a"}], "completion": "b"}, ["'prompt' has messages", "type: chat"]),
-        ({"prompt": "a", "completion": '[{"role": "assistant", "content": "b"}]'}, ["'completion' has messages"]),
+        ({"prompt": [{"role": "user", "content": "a"}], "completion": "b"}, ["'prompt'", "type: chat"]),
+        ({"prompt": "a", "completion": '[{"role": "assistant", "content": "b"}]'}, ["'completion'"]),
         ({"prompt": "a", "completion": "b", "tools": [{"name": "c"}]}, ["'tools'"]),
         ({"prompt": "a", "completion": "b", "history": [["c", "d"]]}, ["'history'"]),
-        ({"prompt": "a", "completion": "b", "label": False}, ["'label'", "data.format.ignored_fields"]),
+        ({"prompt": "a", "completion": "b", "label": False}, ["'label'"]),
         ({"prompt": "a", "completion": "b", "loss_mask": [0, 1]}, ["'loss_mask'"]),
         ({"prompt": "a", "completion": "b", "Complex_CoT": "Hm."}, ["'Complex_CoT'"]),
         ({"prompt": "a", "completion": "b", "reasoning_content": "Hm."}, ["'reasoning_content'"]),
@@ -404,11 +404,10 @@ def test_completions_are_targets_and_end_in_an_eos_token(folder):
         ({"prompt": "a", "completion": "b", "messages": [{"role": "user", "content": "Before."}]}, ["'messages'"]),
     ],
 )
-def test_a_damaged_completion_is_an_error(record, words):
+def test_a_damaged_completion_is_an_error(record, names):
     with pytest.raises(BadRecordError) as caught:
         Completions(input_field="prompt", output_field="completion", separate_with="").read(record)
-    for word in words:
-        assert word in str(caught.value)
+    assert all(name in str(caught.value) for name in names), caught.value
 
 
 def test_answers_that_are_a_map_without_messages_are_no_text():
