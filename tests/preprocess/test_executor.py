@@ -223,15 +223,6 @@ def test_an_error_in_a_worker_is_raised_in_the_parent(tmp_path, settings):
         list(run_locally([job], lambda counts: None, lambda: False, 1))
 
 
-def test_usable_cores_are_those_the_process_may_run_on():
-    allowed = os.sched_getaffinity(0)
-    try:
-        os.sched_setaffinity(0, {min(allowed)})
-        assert usable_cores() == 1
-    finally:
-        os.sched_setaffinity(0, allowed)
-
-
 def test_the_limit_of_open_files_is_an_error_with_what_to_raise(tmp_path, monkeypatch):
     def start(*_):
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))

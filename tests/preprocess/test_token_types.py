@@ -71,8 +71,7 @@ def test_real_files_are_accepted(name):
 
 
 @pytest.mark.parametrize("order", "<>")
-@pytest.mark.parametrize("vocab", [50257, 128256])
-@pytest.mark.parametrize("size", [200, IDS])
+@pytest.mark.parametrize(("vocab", "size"), [(50257, 200), (128256, IDS)])
 @pytest.mark.parametrize(
     ("stored", "read_as"), [("u4", "<u2"), ("i4", "<u2"), ("i8", "<u2"), ("i8", "<u4"), ("u2", "<u4"), ("u2", "<u2")]
 )
@@ -80,8 +79,6 @@ def test_ids_of_another_type_are_refused(order, vocab, size, stored, read_as):
     if order == "<" and stored == read_as[1:]:
         return
     ids = np.minimum(by_frequency(vocab, size), 65535 if stored == "u2" else vocab)
-    if order == ">" and size < IDS and (stored, vocab) == ("u2", 128256):
-        return  # any two bytes are an id of the vocabulary, and these are too few to tell
     with pytest.raises(UserError) as error:
         check(ids.astype(order + stored).tobytes(), read_as, vocab)
     message = str(error.value)
@@ -94,7 +91,6 @@ def test_ids_of_another_type_are_refused(order, vocab, size, stored, read_as):
         assert "data.format.dtype: uint16" in message
     elif read_as == "<u2":
         assert "big-endian" in message
-        assert f"fromfile(path, '>{stored.replace('i4', 'u4')}')" in message
 
 
 @pytest.mark.parametrize("dtype", ["<f2", "<f4", "<f8"])
