@@ -266,6 +266,11 @@ def test_a_folder_that_cannot_be_created_is_a_user_error(cache, tmp_path):
         Mirror(cache, f"{tmp_path}/file/mirror", 10**6)
 
 
+def test_a_mirror_in_the_home_folder_is_found(cache, tmp_path, infos, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert Mirror(cache, "~/mirror", 10**6).locate(infos[0]).startswith(f"{tmp_path}/home/mirror/")
+
+
 def copied(cache, folder, infos, count):
     """A mirror without a limit, which has the first shards; the first one was used the longest ago."""
     mirrored = Mirror(cache, str(folder), 10**6)

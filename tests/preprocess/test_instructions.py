@@ -14,6 +14,7 @@ from pyarrow import parquet
 from lmtrain.data.cache_manifest import Shards, load_manifest
 from lmtrain.data.caches import Cache, open_store
 from lmtrain.data.config import DataConfig
+from lmtrain.hf import chat_template
 from lmtrain.hf.chat_template import find_template
 from lmtrain.hf.find_tokenizer import open_in_transformers
 from lmtrain.hf.tokenizer import load_tokenizer
@@ -471,3 +472,13 @@ def test_a_secret_among_the_variables_of_a_template_reaches_the_template_but_no_
     assert load_tokenizer(folder).backend.decode(tokens.tolist()).startswith("14")
     assert all(b"planted" not in path.read_bytes() for path in (tmp_path / "cache").rglob("*") if path.is_file())
     assert build_cache(secret, "train") == manifest
+
+
+def test_rendering_looks_for_the_hub_once_in_a_process_not_for_each_conversation(tmp_path, monkeypatch):
+    template = find_template(str(write_chat_tokenizer(tmp_path)), None, "x")
+    looked = []
+    monkeypatch.setattr(chat_template, "prepare_hub", lambda: looked.append(1))
+    chat_template._render_function.cache_clear()
+    for _ in range(3):
+        template.render(CONVERSATION)
+    assert len(looked) == 1
