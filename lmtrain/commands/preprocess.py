@@ -140,7 +140,7 @@ def _check_texts(
     tasks = arguments.check_contamination
     if tasks is None and not arguments.check_duplicates and not arguments.drop_duplicates:
         return {}
-    from lmtrain.commands.check_texts import check_texts
+    from lmtrain.preprocess.check_texts import check_texts
 
     items = None
     if tasks is not None:

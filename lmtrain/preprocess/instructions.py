@@ -9,10 +9,11 @@ from typing import Any
 from lmtrain.hf.chat_template import ChatTemplate, Rendered, TemplateError
 from lmtrain.preprocess.messages import (
     ASSISTANT,
+    CONVERSATIONS,
     REASONING,
     Conversation,
     are_messages,
-    as_messages,
+    conversations_of,
     find_key,
     read_conversation,
     reads_key,
@@ -44,8 +45,6 @@ from lmtrain.runtime.text import parse_json
 _OPENING = {"role": "user", "content": "x"}
 # Keys of a message that are checked elsewhere, and one whose text few templates write.
 _OWN_KEYS, _OLD_CALLS = ("role", "content", "tool_calls", "name", "tool_call_id"), "function_calls"
-# Of conversations, some of which stand next to texts that were made of them.
-_CONVERSATIONS = ("messages", "conversations")
 # Between what a model thinks and its reply, where both are in its content.
 _END_OF_THINKING = "</think>"
 
@@ -223,7 +222,7 @@ class Completions:
         return self.input_field
 
     def reads(self, key: str) -> bool:
-        return key in (self.input_field, self.output_field, *_CONVERSATIONS) or may_matter(key)
+        return key in (self.input_field, self.output_field, *CONVERSATIONS) or may_matter(key)
 
     def check_keys(self, keys: Collection[str]) -> None:
         for key, setting in ((self.input_field, "input_field"), (self.output_field, "output_field")):
@@ -241,8 +240,7 @@ class Completions:
         prompt, completion = (checked_text(record.get(key), key) for key in keys)
         refuse_others(record, (*keys, *SYSTEM, TOOLS, FUNCTIONS, *CONTEXT))
         refuse_context(record, keys, (prompt,), (completion,))
-        conversations = {name: as_messages(record[name]) for name in _CONVERSATIONS if record.get(name)}
-        refuse_others_of(conversations, _CONVERSATIONS, keys, (prompt, completion))
+        refuse_others_of(conversations_of(record), CONVERSATIONS, keys, (prompt, completion))
         if not completion:
             raise BadRecordError(f"{self.output_field!r} is empty")
         before = prompt + self.separate_with

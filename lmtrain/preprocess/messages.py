@@ -51,6 +51,8 @@ REASONING = ("reasoning_content", "reasoning", "thinking", "thoughts", "thought"
 _SYSTEM_ROLES = ("system", "developer")
 _OPENAI: str = ChatFormat.model_fields["messages_field"].default
 SHAREGPT = "conversations"
+# Keys of conversations, some of which stand next to texts that were made of them.
+CONVERSATIONS = (_OPENAI, SHAREGPT)
 _INSTRUCTION, _INPUT, _OUTPUT, _HISTORY = "instruction", "input", "output", "history"
 _ALPACA = (_INSTRUCTION, _INPUT, _OUTPUT)
 _PROMPT, _COMPLETION = "prompt", "completion"
@@ -101,7 +103,7 @@ class Conversation:
 
 def reads_key(name: str, messages_field: str) -> bool:
     """Whether a key of a record is read: one of the messages, or one that changes what is learned."""
-    shapes = (_OPENAI, SHAREGPT, *_ALPACA, _PROMPT) if messages_field == _OPENAI else ()
+    shapes = (*CONVERSATIONS, *_ALPACA, _PROMPT) if messages_field == _OPENAI else ()
     return name == messages_field or name in (*shapes, *_REPLIES) or may_matter(name)
 
 
@@ -148,7 +150,7 @@ def read_conversation(record: Mapping[str, Any], messages_field: str, ignored: C
     asked, replies = texts_by_role(found.messages)
     refuse_context(record, (*SYSTEM, TOOLS, FUNCTIONS, VARIABLES, *own), asked, replies)
     if messages_field == _OPENAI:
-        refuse_others_of(record, (_OPENAI, SHAREGPT, _COMPLETION, "response"), own, asked + replies)
+        refuse_others_of(record, (*CONVERSATIONS, _COMPLETION, "response"), own, asked + replies)
     found = Conversation(
         messages=found.messages, marks=found.marks, tools=tools_of(record), variables=variables_of(record)
     )
@@ -173,6 +175,11 @@ def as_messages(value: Any) -> Any:
         )
         return found if is_list else value
     return [value] if isinstance(value, dict) else value
+
+
+def conversations_of(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a record under the keys of conversations, as messages where they are some."""
+    return {name: as_messages(record[name]) for name in CONVERSATIONS if record.get(name)}
 
 
 def are_messages(value: Any) -> bool:

@@ -18,10 +18,12 @@ from lmtrain.hf.chat_template import ChatTemplate
 from lmtrain.preprocess.instructions import Rendering, starts_with
 from lmtrain.preprocess.messages import (
     ASSISTANT,
+    CONVERSATIONS,
     Conversation,
     as_messages,
     check_messages,
     check_prompt,
+    conversations_of,
     texts_by_role,
 )
 from lmtrain.preprocess.record_keys import (
@@ -52,8 +54,6 @@ from lmtrain.runtime.errors import UserError
 
 # Keys that say which answer is better.
 _RANK = re.compile(r"winner|better|swapped|(^|_)tie($|_)", re.IGNORECASE)
-# Of conversations, some of which have the prompt of two answers there.
-_CONVERSATIONS = ("messages", "conversations")
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Preferences:
         return self.chosen_field
 
     def reads(self, key: str) -> bool:
-        return key in (*self._fields, *_CONVERSATIONS) or may_matter(key) or bool(_RANK.search(key))
+        return key in (*self._fields, *CONVERSATIONS) or may_matter(key) or bool(_RANK.search(key))
 
     @property
     def _fields(self) -> tuple[str, str, str]:
@@ -114,9 +114,10 @@ class Preferences:
             raise BadRecordError(f"{empty[0]!r} is empty")
         refuse_others(record, (*self._fields, *SYSTEM, TOOLS, FUNCTIONS, *CONTEXT))
         _refuse_ranks(record, self._fields)
-        conversations = {name: as_messages(record[name]) for name in _CONVERSATIONS if record.get(name)}
         refuse_context(record, self._fields, (prompt,), texts)
-        if lost := [name for name, messages in conversations.items() if not is_inside(messages, (prompt, *texts))]:
+        if lost := [
+            name for name, messages in conversations_of(record).items() if not is_inside(messages, (prompt, *texts))
+        ]:
             raise BadRecordError(
                 f"{lost[0]!r} is not read, and is not in the texts that are; set data.format.prompt_field to it and "
                 "write the answers as messages, or add it to data.format.ignored_fields"
@@ -150,7 +151,7 @@ class Preferences:
         asked, answers = self._prompt_and_answers(prompt, answers)
         own = [*asked.messages, *(message for answer in answers for message in answer.messages)]
         refuse_context(record, (*self._fields, *SYSTEM, TOOLS, FUNCTIONS, VARIABLES, "prompt"), *texts_by_role(own))
-        for name in _CONVERSATIONS:
+        for name in CONVERSATIONS:
             if record.get(name):
                 check_prompt(parsed(record[name], name), [*asked.messages, *answers[0].messages], name)
         asked = replace(asked, tools=tools_of(record), variables=variables_of(record))

@@ -76,7 +76,7 @@ Document = str | list[int] | InstructionText | AnswerPair | TokenizedText
 Record = tuple[int, Any]
 
 # Keys by which records of conversations and of completions are recognized where a text is expected.
-_CONVERSATIONS = ({"messages"}, {"conversations"}, {"instruction", "output"})
+_CHAT_SHAPES = ({"messages"}, {"conversations"}, {"instruction", "output"})
 COMPLETION = {"prompt", "completion"}
 PREFERENCE = {"chosen", "rejected"}
 READ_CHATS = "data.format: {type: chat} to read conversations"
@@ -212,7 +212,7 @@ def listed_keys(keys: Collection[str]) -> str:
 
 def is_conversation(keys: Collection[str]) -> bool:
     """Whether a record with these keys is a conversation."""
-    return any(shape <= set(keys) for shape in _CONVERSATIONS)
+    return any(shape <= set(keys) for shape in _CHAT_SHAPES)
 
 
 def _setting_for(keys: Collection[str]) -> str:

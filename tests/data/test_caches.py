@@ -1,16 +1,34 @@
-"""The caches of a run: their identity, their number of steps, and when their order is known."""
+"""The caches of a run: their identity and number of steps, and local copies of the shards of a remote one."""
 
+import hashlib
+import os
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import fsspec
 import pytest
 
+from lmtrain.data import caches
 from lmtrain.data.cache_manifest import ShardInfo, Shards
-from lmtrain.data.caches import Cache, Caches, build_mixture, check_batch, choose_steps, describe_epochs, needs_all
+from lmtrain.data.caches import (
+    Cache,
+    Caches,
+    Mirror,
+    build_mixture,
+    check_batch,
+    choose_steps,
+    describe_epochs,
+    needs_all,
+    warn_if_small,
+)
 from lmtrain.data.config import BatchSizes, DataConfig
 from lmtrain.runtime.errors import UserError
 
 TWO = {"a": {"train_urls": ["a"]}, "b": {"train_urls": ["b"]}}
 
 
-def cache(*tokens, url="a.jsonl", fingerprint="f", recipe=None):
+def cache_of(*tokens, url="a.jsonl", fingerprint="f", recipe=None):
     shards = Shards()
     for count in tokens:
         shards.add(ShardInfo(file="f", source={}, bytes=1, sha256="", tokens=count, documents=1))
@@ -18,18 +36,18 @@ def cache(*tokens, url="a.jsonl", fingerprint="f", recipe=None):
     return Cache(folder="folder", recipe=recipe or {"tokenizer": "t"}, sources=[source], dtype="<u2", shards=shards)
 
 
-def finished(*tokens):
-    found = cache(*tokens)
+def finished_cache(*tokens):
+    found = cache_of(*tokens)
     found.shards.finish()
     return found
 
 
 def test_identity_is_known_before_the_build_and_ignores_the_location_of_the_text():
-    empty, whole = Caches({"": cache()}, {}), Caches({"": cache(100, 200)}, {})
-    assert empty.identity == whole.identity == Caches({"": cache(url="gs://moved/a.jsonl")}, {}).identity
-    for other in (cache(fingerprint="g"), cache(recipe={"tokenizer": "u"})):
+    empty, whole = Caches({"": cache_of()}, {}), Caches({"": cache_of(100, 200)}, {})
+    assert empty.identity == whole.identity == Caches({"": cache_of(url="gs://moved/a.jsonl")}, {}).identity
+    for other in (cache_of(fingerprint="g"), cache_of(recipe={"tokenizer": "u"})):
         assert Caches({"": other}, {}).identity != empty.identity
-    assert Caches({"a": cache(), "b": cache()}, {}).identity != Caches({"a": cache()}, {}).identity
+    assert Caches({"a": cache_of(), "b": cache_of()}, {}).identity != Caches({"a": cache_of()}, {}).identity
 
 
 @pytest.mark.parametrize(
@@ -50,14 +68,14 @@ def test_settings_that_require_the_complete_cache_give_the_reason(settings, epoc
 
 
 def test_epochs_end_the_run_also_with_a_growing_cache():
-    caches = Caches({"": cache(1000, 640)}, {})  # 102 windows of 16, 25 batches of 4
+    caches = Caches({"": cache_of(1000, 640)}, {})  # 102 windows of 16, 25 batches of 4
     plan = lambda epoch, steps=500: choose_steps(DataConfig(), caches, 16, BatchSizes.of(4), steps, epoch, 0)  # noqa: E731
     assert (plan(1), plan(2), plan(2, 30), plan(0)) == (25, 51, 30, 500)
 
 
 def test_a_weight_for_a_source_without_training_text_is_a_user_error():
     config = DataConfig(configs=TWO, train_weights={"a": 1.0, "b": 0.5})
-    with pytest.raises(UserError, match=r"data\.train_weights: 'b' has a weight, but no training text"):
+    with pytest.raises(UserError, match=r"data\.train_weights: 'b'"):
         build_mixture(config, ["a"], BatchSizes.of(4), 0)
     assert build_mixture(DataConfig(), [""], BatchSizes.of(4), 0) is None
 
@@ -66,20 +84,317 @@ def test_a_weight_for_a_source_without_training_text_is_a_user_error():
     "weights", [{"a": 0.75, "b": 0.25, "c": 0}, [[0, {"a": 3, "b": 1, "c": 0}], [100, {"a": 1, "b": 3, "c": 1}]]]
 )
 def test_epoch_length_follows_from_the_first_weight_of_the_source(weights):
-    caches = {"a": finished(1000, 5400), "b": finished(1000, 5400), "c": cache(1000, 5400)}
+    caches = {"a": finished_cache(1000, 5400), "b": finished_cache(1000, 5400), "c": cache_of(1000, 5400)}
     config = DataConfig(configs=TWO | {"c": {"train_urls": ["c"]}}, train_weights=weights)
-    assert describe_epochs(config, caches, 16, BatchSizes.of(4)) == [
-        "one epoch of a (75 % of the examples) is 133 steps",
-        "one epoch of b (25 % of the examples) is 400 steps",
-        "c has weight 0 at the first step",
-    ]
-    alone = describe_epochs(DataConfig(), {"": caches["c"]}, 16, BatchSizes.of(4))
-    assert alone == ["one epoch is not known yet, 100 steps so far"]
+    first, second, _ = describe_epochs(config, caches, 16, BatchSizes.of(4))
+    assert ("75 %" in first, "133 steps" in first, "25 %" in second, "400 steps" in second) == (True,) * 4
+    (alone,) = describe_epochs(DataConfig(), {"": caches["c"]}, 16, BatchSizes.of(4))
+    assert "100 steps" in alone
 
 
 def test_a_batch_larger_than_the_data_is_refused_with_both_numbers():
-    caches = Caches({"": finished(300, 340)}, {})  # 40 sequences of 16
+    caches = Caches({"": finished_cache(300, 340)}, {})  # 40 sequences of 16
     check_batch(DataConfig(), caches, 16, BatchSizes.of(40))
-    with pytest.raises(UserError, match=r"train_batch_size: 64 sequences of 16 tokens, but .* has 40 \(640 tokens\)"):
+    with pytest.raises(UserError, match=r"train_batch_size: 64 .* 40 "):
         check_batch(DataConfig(), caches, 16, BatchSizes.of(64))
-    check_batch(DataConfig(), Caches({"": cache(300, 340)}, {}), 16, BatchSizes.of(64))
+    check_batch(DataConfig(), Caches({"": cache_of(300, 340)}, {}), 16, BatchSizes.of(64))
+
+
+SIZE = 1000
+
+
+def content_of(number):
+    return bytes([number]) * SIZE
+
+
+@pytest.fixture
+def cache(tmp_path):
+    """URL of a folder with the twelve shards of 1000 bytes that `infos` describes."""
+    fs = fsspec.filesystem("memory")
+    folder = f"{tmp_path}/cache"
+    for number in range(12):
+        fs.pipe_file(f"{folder}/shard-{number}.arrayrecord", content_of(number))
+    yield f"memory://{folder}"
+    fs.rm(folder, recursive=True)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path / "mirror"
+
+
+@pytest.fixture
+def infos():
+    return [
+        ShardInfo(
+            file=f"shard-{number}.arrayrecord",
+            source={},
+            bytes=SIZE,
+            sha256=hashlib.sha256(content_of(number)).hexdigest(),
+            tokens=1,
+            documents=1,
+        )
+        for number in range(12)
+    ]
+
+
+def change(cache, number, content):
+    """Replace the content of a shard in the cache; None deletes the shard."""
+    fs, path = fsspec.core.url_to_fs(f"{cache}/shard-{number}.arrayrecord")
+    if content is None:
+        fs.rm_file(path)
+    else:
+        fs.pipe_file(path, content)
+
+
+def numbers_in(folder, infos):
+    """Numbers of the shards with a copy; fails if the folder has any other file."""
+    by_name = {f"{info.sha256}.arrayrecord": number for number, info in enumerate(infos)}
+    return sorted(by_name[name] for name in os.listdir(folder))
+
+
+def used(folder, info, seconds_ago):
+    """Set the last use of a copy to `seconds_ago`."""
+    then = time.time() - seconds_ago
+    os.utime(folder / f"{info.sha256}.arrayrecord", (then, then))
+
+
+class Downloads(list):
+    """Names of the files downloaded so far. `before` is called with the name before each download."""
+
+    def before(self, name):
+        pass
+
+
+@pytest.fixture
+def downloads(monkeypatch):
+    seen, real = Downloads(), caches.download
+
+    def download(source, target):
+        seen.append(source.rpartition("/")[2])
+        seen.before(seen[-1])
+        real(source, target)
+
+    monkeypatch.setattr(caches, "download", download)
+    return seen
+
+
+def wait_for_mirror():
+    """Wait until the prefetch has ended."""
+    for thread in threading.enumerate():
+        if thread.name == "mirror":
+            thread.join(10)
+
+
+def finished(infos):
+    shards = Shards()
+    for info in infos:
+        shards.add(info)
+    shards.finish()
+    return shards
+
+
+def test_a_copy_is_named_by_its_checksum_and_downloaded_once(cache, folder, infos, downloads):
+    for mirrored in (Mirror(cache, str(folder), 10**6), Mirror(f"{cache}/", str(folder), 10**6)):
+        for _ in range(2):
+            path = mirrored.locate(infos[3])
+            assert path == str(folder / f"{infos[3].sha256}.arrayrecord")
+            assert content(path) == content_of(3)
+    assert downloads == ["shard-3.arrayrecord"]
+    assert numbers_in(folder, infos) == [3]
+
+
+def content(path):
+    with open(path, "rb") as file:
+        return file.read()
+
+
+def test_a_copy_with_a_wrong_size_is_downloaded_again(cache, folder, infos):
+    mirrored = Mirror(cache, str(folder), 10**6)
+    path = mirrored.locate(infos[0])
+    os.truncate(path, SIZE - 1)
+    assert content(mirrored.locate(infos[0])) == content_of(0)
+
+
+@pytest.mark.parametrize("damaged", [b"", content_of(5)[:-1], content_of(5) + b"\x05", content_of(6)], ids=len)
+def test_a_corrupt_shard_is_not_kept_and_the_error_gives_advice(cache, folder, infos, damaged):
+    change(cache, 5, damaged)
+    mirrored = Mirror(cache, str(folder), 10**6)
+    with pytest.raises(UserError) as caught:
+        mirrored.locate(infos[5])
+    message = str(caught.value)
+    assert message.startswith(f"{cache}/shard-5.arrayrecord: checksum")
+    assert f"{cache}/manifest.json" in message
+    assert os.listdir(folder) == []
+    change(cache, 5, content_of(5))
+    assert os.path.getsize(mirrored.locate(infos[5])) == SIZE
+
+
+def test_a_shard_that_the_network_garbles_is_downloaded_again(cache, folder, infos, monkeypatch):
+    garbled, download = iter((b"1", b"2")), caches.download
+
+    def garble(url, local):
+        download(url, local)
+        if (change := next(garbled, None)) is not None:
+            with open(local, "wb") as file:
+                file.write(content_of(0)[:-1] + change)
+
+    monkeypatch.setattr(caches, "download", garble)
+    assert content(Mirror(cache, str(folder), 10**9).locate(infos[0])) == content_of(0)
+    assert next(garbled, None) is None
+
+
+def test_a_missing_shard_is_named(cache, folder, infos):
+    change(cache, 5, None)
+    with pytest.raises(UserError, match=f"^{cache}/shard-5.arrayrecord is missing: "):
+        Mirror(cache, str(folder), 10**6).locate(infos[5])
+    assert os.listdir(folder) == []
+
+
+def test_a_full_disk_is_reported(cache, folder, infos):
+    mirrored = Mirror(cache, str(folder), 10**6)
+    path = folder / f"{infos[5].sha256}.arrayrecord"
+    (folder / f"{path.name}.tmp-{os.getpid()}").symlink_to("/dev/full")
+    with pytest.raises(UserError, match=rf"^data\.mirror_dir: {path} "):
+        mirrored.locate(infos[5])
+    assert os.listdir(folder) == []
+
+
+def test_a_folder_that_cannot_be_created_is_a_user_error(cache, tmp_path):
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(UserError, match=rf"^data\.mirror_dir: {tmp_path}/file/mirror"):
+        Mirror(cache, f"{tmp_path}/file/mirror", 10**6)
+
+
+def test_a_mirror_in_the_home_folder_is_found(cache, tmp_path, infos, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert Mirror(cache, "~/mirror", 10**6).locate(infos[0]).startswith(f"{tmp_path}/home/mirror/")
+
+
+def copied(cache, folder, infos, count):
+    """A mirror without a limit, which has the first shards; the first one was used the longest ago."""
+    mirrored = Mirror(cache, str(folder), 10**6)
+    for number in range(count):
+        mirrored.locate(infos[number])
+        used(folder, infos[number], 1000 - number)
+    return mirrored
+
+
+def test_least_recently_used_copies_are_evicted_first(cache, folder, infos):
+    copied(cache, folder, infos, 4)
+    mirrored = Mirror(cache, str(folder), 4 * SIZE)
+    mirrored.locate(infos[0])  # the least recently used copy is now the most recent one
+    for new, left in ((4, [0, 2, 3, 4]), (5, [0, 3, 4, 5]), (6, [0, 4, 5, 6])):
+        mirrored.locate(infos[new])
+        assert numbers_in(folder, infos) == left
+
+
+def test_recently_requested_copies_are_kept_whatever_the_limit(cache, folder, infos):
+    mirrored = Mirror(cache, str(folder), 1)
+    for info in infos[:8]:
+        mirrored.locate(info)
+    for _ in range(8):
+        mirrored.locate(infos[0])  # evicts no other copy, and makes this the most recent one
+    mirrored.locate(infos[8])
+    assert numbers_in(folder, infos) == [0, 2, 3, 4, 5, 6, 7, 8]
+
+
+def test_an_open_reader_can_read_an_evicted_copy_and_other_files_are_left_alone(cache, folder, infos):
+    mirrored = Mirror(cache, str(folder), 1)
+    (folder / "notes.txt").write_bytes(b"mine" * SIZE)
+    with open(mirrored.locate(infos[0]), "rb") as reader:
+        for info in infos[1:]:
+            mirrored.locate(info)
+        assert 0 not in numbers_in_copies(folder, infos)
+        assert reader.read() == content_of(0)
+    assert (folder / "notes.txt").exists()
+
+
+def test_threads_that_request_the_same_shard_share_one_download(cache, folder, infos, downloads):
+    downloads.before = lambda name: time.sleep(0.05)
+    mirrored = Mirror(cache, str(folder), 10**6)
+    with ThreadPoolExecutor(8) as pool:
+        paths = list(pool.map(mirrored.locate, infos[:1] * 8))
+    assert len(downloads) == 1
+    assert paths == [str(folder / f"{infos[0].sha256}.arrayrecord")] * 8
+
+
+def test_a_shard_does_not_wait_for_the_download_of_another(cache, folder, infos, downloads):
+    started, released = threading.Event(), threading.Event()
+
+    def wait(name):
+        if "shard-0" in name:
+            started.set()
+            assert released.wait(10)
+
+    downloads.before = wait
+    mirrored = Mirror(cache, str(folder), 10**6)
+    with ThreadPoolExecutor(1) as pool:
+        slow = pool.submit(mirrored.locate, infos[0])
+        assert started.wait(10)
+        mirrored.locate(infos[1])
+        assert numbers_in_copies(folder, infos) == [1]
+        released.set()
+        slow.result(10)
+    assert numbers_in(folder, infos) == [0, 1]
+
+
+def numbers_in_copies(folder, infos):
+    """Numbers of the complete copies, without unfinished downloads."""
+    return [number for number, info in enumerate(infos) if (folder / f"{info.sha256}.arrayrecord").exists()]
+
+
+def test_shards_are_prefetched_in_order_up_to_the_limit(cache, folder, infos, downloads):
+    Mirror(cache, str(folder), 4 * SIZE).fetch_ahead(finished(infos))
+    wait_for_mirror()
+    assert downloads == [f"shard-{number}.arrayrecord" for number in range(4)]
+    assert numbers_in(folder, infos) == [0, 1, 2, 3]
+
+
+def test_prefetch_follows_a_growing_cache(cache, folder, infos):
+    shards = Shards()
+    Mirror(cache, str(folder), 10**6).fetch_ahead(shards)
+    for info in infos[:2]:
+        shards.add(info)
+    deadline = time.monotonic() + 10
+    while numbers_in_copies(folder, infos) != [0, 1] and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert numbers_in_copies(folder, infos) == [0, 1]
+    shards.add(infos[2])
+    shards.finish()
+    wait_for_mirror()
+    assert numbers_in(folder, infos) == [0, 1, 2]
+
+
+def test_a_failed_prefetch_is_an_error_only_for_the_reader_of_the_shard(cache, folder, infos):
+    change(cache, 1, content_of(2))
+    mirrored = Mirror(cache, str(folder), 10**6)
+    mirrored.fetch_ahead(finished(infos))
+    wait_for_mirror()
+    assert numbers_in(folder, infos) == [0]
+    mirrored.locate(infos[2])
+    with pytest.raises(UserError, match="checksum mismatch"):
+        mirrored.locate(infos[1])
+
+
+def test_a_mirror_too_small_for_a_full_shuffle_logs_a_warning(caplog, infos):
+    warn_if_small("gs://b/cache", finished(infos), 12 * SIZE)
+    assert caplog.records == []
+    warn_if_small("gs://b/cache", finished(infos), 12 * SIZE - 1)
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "data.max_mirror_bytes" in record.getMessage()
+
+
+def test_processes_that_share_a_folder_may_evict_at_the_same_time(cache, folder, infos, monkeypatch):
+    copied(cache, folder, infos, 3)
+    remove = os.remove
+
+    def remove_after_another(path):
+        remove(path)
+        monkeypatch.undo()
+        remove(path)
+
+    monkeypatch.setattr(caches.os, "remove", remove_after_another)
+    Mirror(cache, str(folder), 3 * SIZE).locate(infos[3])
+    assert 3 in numbers_in(folder, infos)

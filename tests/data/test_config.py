@@ -1,9 +1,11 @@
-"""Settings of the data: one kind of source with compatible settings."""
+"""Settings of the data: one kind of source with compatible settings, and batch sizes in phases."""
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from lmtrain.data.config import DataConfig
+from lmtrain.data.config import BatchSizes, DataConfig
 
 MIX = {"configs": {"a": {"id": "x"}, "b": {"train_urls": ["y"]}}}
 
@@ -41,14 +43,14 @@ def test_urls_are_those_of_the_split_or_empty():
 @pytest.mark.parametrize(
     ("data", "field", "message"),
     [
-        ({"demo": "d", "id": "x"}, "demo", "set together with id; remove one"),
-        ({"demo": "d", "validation_urls": ["a"]}, "demo", "set together with validation_urls"),
-        (MIX | {"train_urls": ["a"]}, "configs", "set together with train_urls"),
-        (MIX | {"demo": "d"}, "demo", "set together with configs"),
-        ({"id": "x", "train_urls": ["a"]}, "id", "set together with train_urls or validation_urls"),
-        ({"name": "x"}, "name", "but no id is set"),
-        ({"stream": True}, "stream", "but no id is set"),
-        ({"configs": {"a": {"name": "x"}}}, "name", "but no id is set"),
+        ({"demo": "d", "id": "x"}, "demo", "id"),
+        ({"demo": "d", "validation_urls": ["a"]}, "demo", "validation_urls"),
+        (MIX | {"train_urls": ["a"]}, "configs", "train_urls"),
+        (MIX | {"demo": "d"}, "demo", "configs"),
+        ({"id": "x", "train_urls": ["a"]}, "id", "train_urls"),
+        ({"name": "x"}, "name", "id"),
+        ({"stream": True}, "stream", "id"),
+        ({"configs": {"a": {"name": "x"}}}, "name", "id"),
         ({"train_weights": {"a": 1}}, "train_weights", "source 'a'"),
         (MIX | {"train_weights": {"c": 1}}, "train_weights", "source 'c'"),
     ],
@@ -90,3 +92,53 @@ def test_batches_have_positions_if_documents_have_targets_unless_it_is_set():
     assert DataConfig(**chat).has_positions
     assert DataConfig(train_urls=["a.jsonl"], reset_positions=True).has_positions
     assert not DataConfig(**chat, reset_positions=False).has_positions
+
+
+class Naive:
+    """Reference implementation that counts step by step."""
+
+    def __init__(self, phases: list[tuple[int, int]]):
+        self.phases = phases
+
+    def at(self, step: int) -> int:
+        return [size for start, size in self.phases if start <= step][-1]
+
+    def before(self, step: int) -> int:
+        return sum(self.at(earlier) for earlier in range(step))
+
+    def whole_steps(self, sequences: int) -> int:
+        steps = 0
+        while self.before(steps + 1) <= sequences:
+            steps += 1
+        return steps
+
+
+# phases that start at step 0, then at random gaps
+PHASES = st.lists(st.tuples(st.integers(1, 6), st.integers(1, 9)), min_size=1, max_size=4).map(
+    lambda pairs: [(sum(gap for gap, _ in pairs[:number]), size) for number, (_, size) in enumerate(pairs)]
+)
+
+
+@settings(deadline=None, max_examples=150, derandomize=True)
+@given(PHASES, st.integers(0, 30), st.integers(0, 90))
+def test_results_match_the_naive_count(phases, step, sequences):
+    sizes, naive = BatchSizes.of(phases), Naive(phases)
+    assert sizes.at(step) == naive.at(step)
+    assert sizes.before(step) == naive.before(step)
+    assert sizes.whole_steps(sequences) == naive.whole_steps(sequences)
+
+
+@settings(deadline=None, max_examples=100, derandomize=True)
+@given(PHASES, st.integers(0, 10**12))
+def test_steps_and_sequences_are_inverse(phases, step):
+    """N steps are filled by exactly the sequences before step N, and not by one fewer."""
+    sizes = BatchSizes.of(phases)
+    assert sizes.whole_steps(sizes.before(step)) == step
+    assert sizes.before(step + 1) == sizes.before(step) + sizes.at(step)
+    if step:
+        assert sizes.whole_steps(sizes.before(step) - 1) == step - 1
+
+
+def test_one_size_is_one_phase_and_all_sizes_are_ascending_and_distinct():
+    assert BatchSizes.of(7) == BatchSizes.of([(0, 7)])
+    assert BatchSizes.of([(0, 8), (2, 4), (5, 8), (9, 16)]).all == [4, 8, 16]

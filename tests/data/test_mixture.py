@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from lmtrain.data.mixture import BLOCK, Mixture, block_counts
+from lmtrain.data.mixture import BLOCK, Mixture, block_counts, permute
 from lmtrain.runtime.errors import UserError
 
 
@@ -105,3 +105,21 @@ def test_examples_end_before_a_source_would_restart(limits):
     counts = [np.bincount(sources[:n], minlength=2) for n in (within, within + 1)]
     assert (counts[0] <= limits).all()
     assert within == 20_000 or (counts[1] > limits).any()
+
+
+def test_every_size_is_permuted():
+    for n in (1, 2, 3, 4, 5, 17, 64, 65, 1000):
+        for seed in (0, 2**63 - 1):
+            order = permute(np.arange(n), n, seed, np.zeros(n, np.int64))
+            assert sorted(order.tolist()) == list(range(n))
+
+
+def test_the_order_of_a_permutation_never_changes():
+    """Another order would change the data of every running run."""
+    assert permute(np.arange(10), 10, 1, np.ones(10, np.int64)).tolist() == [3, 1, 7, 0, 9, 4, 2, 8, 6, 5]
+
+
+def test_neighbours_are_scattered():
+    order = permute(np.arange(50_000), 50_000, 0, np.zeros(50_000, np.int64))
+    assert abs(np.corrcoef(order[1:], order[:-1])[0, 1]) < 0.02
+    assert abs(np.corrcoef(order, np.arange(50_000))[0, 1]) < 0.02

@@ -1,15 +1,31 @@
-"""The window of each row of each batch."""
+"""The window of each row of each batch: of text, of packed documents, and of pairs of answers."""
 
+import threading
 import time
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lmtrain.data import windows
+from lmtrain.data.batches import EvalSource, TrainSource
 from lmtrain.data.cache_manifest import ShardInfo, Shards
+from lmtrain.data.config import BatchSizes
 from lmtrain.data.token_store import TokenStore
-from lmtrain.data.windows import TextWindows, WindowOrder, train_windows, wait_for_windows
+from lmtrain.data.windows import (
+    PackedWindows,
+    PairWindows,
+    TextWindows,
+    WindowOrder,
+    kept_lengths,
+    pack,
+    train_windows,
+    wait_for_windows,
+)
 
 
 def of(shards, overlap=0):
@@ -103,3 +119,228 @@ def test_a_full_shuffle_waits_for_everything():
         assert not asked.done()
         growing.finish()
         assert asked.result(10) == 9
+
+
+LENGTHS = st.lists(st.integers(1, 30), max_size=60)
+
+
+@given(LENGTHS, st.integers(2, 20), st.sampled_from(["cut", "drop"]))
+def test_windows_hold_complete_documents_in_order_and_the_next_one_does_not_fit(lengths, seq_len, too_long):
+    found, sizes, first, num_long = pack(np.array(lengths, np.int64), seq_len, too_long)
+    starts = np.cumsum([0, *lengths]).tolist()
+    expected, window = [], []
+
+    def close():
+        if window:
+            expected.append((starts[window[0]], sum(lengths[number] for number in window)))
+        window.clear()
+
+    for number, length in enumerate(lengths):
+        if length > seq_len:
+            close()
+            expected.extend([(starts[number], seq_len)] * (too_long == "cut"))
+            continue
+        if sum(lengths[other] for other in window) + length > seq_len:
+            close()
+        window.append(number)
+    close()
+    assert list(zip(found.tolist(), sizes.tolist(), strict=True)) == expected
+    assert [starts[number] for number in first] == found.tolist()
+    assert num_long == sum(length > seq_len for length in lengths)
+
+
+class Documents:
+    """A store of documents with targets, in memory: token t of document d is 100 d + t, and odd ones are targets."""
+
+    has_targets, has_pairs = True, False
+
+    def __init__(self, *shards, too_long="cut", complete=True):
+        self.name, self.too_long = "documents", too_long
+        self.shards = Shards()
+        self._lengths = []
+        self._tokens = np.zeros(0, np.int32)
+        for lengths in shards:
+            self.add(lengths)
+        if complete:
+            self.shards.finish()
+
+    def add(self, lengths):
+        first = sum(map(len, self._lengths))
+        self._lengths.append(np.array(lengths, np.int64))
+        new = [100 * (first + number) + place for number, length in enumerate(lengths) for place in range(length)]
+        self._tokens = np.append(self._tokens, np.array(new, np.int32))
+        self.shards.add(
+            ShardInfo(file="f", source={}, bytes=1, sha256="", tokens=len(new), documents=len(lengths), targets=0)
+        )
+
+    def document_lengths(self, shard):
+        return self._lengths[shard]
+
+    def read(self, starts, length):
+        padded = np.append(self._tokens, np.zeros(length + 100, np.int32))
+        tokens = np.array([padded[start : start + length] for start in starts.tolist()])
+        return tokens.copy(), (tokens % 100 == 0) & (np.arange(length) > 0), tokens % 2 == 1
+
+
+def source(store, steps=4, **settings):
+    keywords = {"mask_across_documents": True, "reset_positions": None, "mixture": None, "seq_len": 8} | settings
+    keywords |= {"batch_sizes": BatchSizes.of(2), "rows": {2: np.arange(2)}, "shuffle": False, "seed": 0}
+    return TrainSource(stores=[store], num_steps=steps, **keywords)
+
+
+def evaluation(store, size, **settings):
+    keywords = {"mask_across_documents": True, "reset_positions": None, "max_batches": None, "seq_len": 8}
+    return EvalSource(store=store, batch_size=size, rows=np.arange(size), **keywords, **settings)
+
+
+def test_a_position_is_trained_if_the_next_token_is_a_target_of_the_same_document():
+    batch = source(Documents([3, 4, 2], [9, 8]))[0]
+    assert batch["tokens"].tolist() == [[0, 1, 2, 100, 101, 102, 103, 0], [200, 201, 0, 0, 0, 0, 0, 0]]
+    assert batch["loss_mask"].astype(int).tolist() == [[1, 0, 0, 1, 0, 1, 0, 0], [1, 0, 0, 0, 0, 0, 0, 0]]
+    assert batch["segments"].tolist() == [[0, 0, 0, 3, 3, 3, 3, 7], [0, 0, 2, 2, 2, 2, 2, 2]]
+    assert batch["positions"].tolist() == [[0, 1, 2, 0, 1, 2, 3, 0], [0, 1, 0, 1, 2, 3, 4, 5]]
+    assert "positions" not in source(Documents([3]), reset_positions=False)[0]
+    following = source(Documents([3, 4, 2], [9, 8]))[1]
+    assert following["tokens"].tolist() == [list(range(300, 308)), list(range(400, 408))]
+    assert following["segments"].max() == 0
+
+
+@given(st.lists(LENGTHS.filter(bool), min_size=1, max_size=3), st.integers(2, 20))
+def test_windows_have_a_target_if_their_loss_mask_has_one(shards, seq_len):
+    windows = PackedWindows(Documents(*shards), seq_len)
+    for number in range(windows.for_training()):
+        numbers = np.array([number])
+        assert windows.have_target(numbers) == windows.read(numbers, range(8))[2].any()
+
+
+def test_looking_for_a_target_takes_no_memory_for_the_rest_of_a_long_sequence():
+    windows = PackedWindows(Documents([1, 4]), 2**24)
+    windows.for_training()
+    tracemalloc.start()
+    assert windows.have_target(np.arange(1))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 2**20
+
+
+def test_parts_of_the_columns_are_parts_of_the_batch():
+    whole = source(Documents([3, 4, 2, 1], [9, 8, 1, 1, 6], [20]))
+    for cut in range(1, 8):
+        parts = [replace(whole, columns=columns) for columns in (range(cut), range(cut, 8))]
+        for step in range(4):
+            for name, array in whole[step].items():
+                found = np.concatenate([part[step][name] for part in parts], axis=1)
+                np.testing.assert_array_equal(found, array, err_msg=f"{name} {cut} {step}")
+
+
+def test_dropped_documents_are_in_no_window():
+    batch = source(Documents([3, 9, 4], too_long="drop"))[0]
+    assert batch["tokens"][:, 0].tolist() == [0, 200]
+
+
+def test_evaluation_reads_every_window_once_and_pads_the_last_batch():
+    store = Documents([3, 4, 2], [9, 8])
+    whole = evaluation(store, 3)
+    assert len(whole) == 2
+    assert [whole[0]["tokens"][:, 0].tolist(), whole[1]["tokens"][:, 0].tolist()] == [[0, 200, 300], [400, 0, 0]]
+    assert whole[1]["loss_mask"].any(axis=1).tolist() == [True, False, False]
+
+
+@pytest.mark.parametrize("shuffle", [False, 3])
+def test_a_growing_cache_gives_the_windows_of_the_complete_one(shuffle):
+    shards = [[3, 4, 2], [9, 8], [5, 5, 5], [1]]
+    complete = PackedWindows(Documents(*shards), 8)
+    count = complete.for_training()
+    growing = Documents(complete=False)
+    windows = PackedWindows(growing, 8)
+    found = []
+
+    def read():
+        for number in range(count):
+            waited = wait_for_windows(windows, np.array([number]), shuffle)
+            assert waited > number
+            found.append(windows.read(np.array([number]), range(8))[0].tolist())
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    for lengths in shards:
+        growing.add(lengths)
+    growing.shards.finish()
+    reader.join(30)
+    assert found == [complete.read(np.array([number]), range(8))[0].tolist() for number in range(count)]
+
+
+class Pairs(Documents):
+    """A store of pairs; see `Documents`."""
+
+    has_pairs = True
+
+
+def test_pairs_stay_together_and_have_their_numbers():
+    batch = source(Pairs([3, 2, 2, 1], [3, 3]), references=[np.arange(1, 7, dtype=np.float32)])[0]
+    assert batch["tokens"].tolist() == [[0, 1, 2, 100, 101, 200, 201, 300], [400, 401, 402, 500, 501, 502, 0, 0]]
+    assert batch["documents"].tolist() == [[0, 0, 0, 1, 1, 2, 2, 3], [0, 0, 0, 1, 1, 1, 2, 2]]
+    assert batch["segments"].tolist() == [[0, 0, 0, 3, 3, 5, 5, 7], [0, 0, 0, 3, 3, 3, 6, 6]]
+    assert batch["positions"].tolist() == [[0, 1, 2, 0, 1, 0, 1, 0], [0, 1, 2, 0, 1, 2, 0, 1]]
+    assert batch["loss_mask"].astype(int).tolist() == [[1, 0, 0, 1, 0, 1, 0, 0], [1, 0, 0, 1, 0, 0, 0, 0]]
+    assert batch["reference"].tolist() == [[1, 0, 0, 2, 0, 3, 0, 4], [5, 0, 0, 6, 0, 0, 0, 0]]
+
+
+@given(st.integers(1, 30), st.integers(1, 30), st.integers(2, 20))
+def test_the_longer_answer_is_cut_off_first(chosen, rejected, seq_len):
+    kept = [int(part) for part in kept_lengths(np.int64(chosen), np.int64(rejected), seq_len)]
+    if chosen + rejected <= seq_len:
+        assert kept == [chosen, rejected]
+        return
+    assert sum(kept) == seq_len
+    half = seq_len // 2
+    assert kept[0] == min(chosen, seq_len - half) or kept[1] == rejected
+    assert kept[1] == min(rejected, half) or kept[0] == chosen
+
+
+@pytest.mark.parametrize(
+    ("lengths", "tokens", "documents"),
+    [
+        ([9, 2], [0, 1, 2, 3, 4, 5, 100, 101], [0, 0, 0, 0, 0, 0, 1, 1]),
+        ([2, 9], [0, 1, 100, 101, 102, 103, 104, 105], [0, 0, 1, 1, 1, 1, 1, 1]),
+        ([9, 9], [0, 1, 2, 3, 100, 101, 102, 103], [0, 0, 0, 0, 1, 1, 1, 1]),
+    ],
+)
+def test_a_pair_that_is_too_long_keeps_the_start_of_both_answers(lengths, tokens, documents):
+    store = Pairs([*lengths, 1, 2], [2, 2])
+    batch = source(store, references=[np.arange(1, 7, dtype=np.float32)])[0]
+    assert batch["tokens"][0].tolist() == tokens
+    assert batch["documents"][0].tolist() == documents
+    second = documents.index(1)
+    assert batch["segments"][0].tolist() == [second * number for number in documents]
+    assert np.flatnonzero(batch["reference"][0]).tolist() == [0, second]
+    mask = [token % 2 == 1 and token % 100 > 0 for token in tokens[1:]] + [False]
+    assert batch["loss_mask"][0].tolist() == mask
+    assert batch["tokens"][1].tolist() == [200, 300, 301, 0, 0, 0, 0, 0]
+    assert PairWindows(store, 8).for_training() == 3
+    dropped = Pairs([*lengths, 1, 2], [2, 2], too_long="drop")
+    batch = source(dropped, references=[np.arange(1, 7, dtype=np.float32)])[0]
+    assert batch["tokens"][:, 0].tolist() == [200, 400]
+    assert batch["reference"][0].tolist() == [3, 4, 0, 0, 0, 0, 0, 0]
+
+
+@given(st.lists(LENGTHS.filter(lambda lengths: len(lengths) > 1), min_size=1, max_size=3), st.integers(1, 7))
+def test_parts_of_the_columns_of_pairs_are_parts_of_the_batch(shards, cut):
+    shards = [lengths[: len(lengths) // 2 * 2] for lengths in shards]
+    references = [np.arange(1, 1 + sum(map(len, shards)), dtype=np.float32)]
+    whole = source(Pairs(*shards), references=references)
+    parts = [replace(whole, columns=columns) for columns in (range(cut), range(cut, 8))]
+    for name, array in whole[0].items():
+        found = np.concatenate([part[0][name] for part in parts], axis=1)
+        np.testing.assert_array_equal(found, array, err_msg=name)
+
+
+def test_evaluation_has_the_values_of_each_document_once():
+    store = Pairs([3, 2, 2, 1], [3, 9, 1, 1])
+    whole = evaluation(store, 2, reference=np.arange(1, 9, dtype=np.float32))
+    values = np.concatenate([whole[index]["reference"].ravel() for index in range(len(whole))])
+    assert values[values > 0].tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert not whole[1]["loss_mask"][1].any()
+    windows = whole.windows
+    covered = [windows.range_of(window) for window in range(4)]
+    assert [(part.start, part.stop) for part in covered] == [(0, 4), (4, 6), (6, 8), (0, 0)]

@@ -22,7 +22,7 @@ def contents(folder):
 
 
 def mtimes(folder):
-    return {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
 
 
 def config(**changes):

@@ -1,12 +1,24 @@
-"""The choice of the executor that builds shards."""
+"""The choice of the executor, and its worker processes: their imports, their end, and their errors."""
 
+import errno
 import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 
-from lmtrain.preprocess.executor import choose_executor
+from lmtrain.data.config import DataConfig
+from lmtrain.preprocess import executor
+from lmtrain.preprocess.executor import choose_executor, run_locally
+from lmtrain.preprocess.sources import Source, describe_source
+from lmtrain.preprocess.write_shard import ShardJob
 from lmtrain.run.execution import RayConfig
-from lmtrain.runtime.errors import UserError
+from lmtrain.runtime.errors import RunError, UserError
 from lmtrain.runtime.logging import ALONE, Processes
 from lmtrain.runtime.machine import usable_cores
 
@@ -65,3 +77,159 @@ def test_start_workers_false_joins_no_workers():
         patch.setattr(subprocess, "Popen", lambda *arguments, **keywords: pytest.fail("a node was started"))
         with choose_executor(ray, None, SEVERAL).helping() as address:
             assert address == "127.0.0.1:1"
+
+
+DEADLINE_SECONDS = 300
+
+PARENT = """
+import sys
+
+from lmtrain.preprocess.executor import run_locally
+from lmtrain.preprocess.write_shard import ShardJob
+from lmtrain.preprocess.sources import Source
+from lmtrain.data.config import DataConfig
+
+import jax  # loaded in a training process, must not be loaded in its workers
+
+folder, tokenizer = sys.argv[1:]
+config = DataConfig(tokenizer=tokenizer)
+sources = {name: Source(url=f"{folder}/{name}.jsonl", bytes=0, fingerprint="") for name in "ab"}
+jobs = [ShardJob(source=sources[name], path=f"{folder}/{name}", config=config, recipe={}) for name in "ab"]
+print(list(run_locally(jobs, lambda counts: None, lambda: False, 2)))  # workers do not import this program
+"""
+
+
+def wait_for(condition):
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def running(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+@pytest.fixture
+def busy(tmp_path, settings):
+    """A process with two workers that wait forever, since their input files are pipes without a writer."""
+    for name in "ab":
+        os.mkfifo(tmp_path / f"{name}.jsonl")
+    (tmp_path / "parent.py").write_text(PARENT)
+    command = [sys.executable, str(tmp_path / "parent.py"), str(tmp_path), settings["data"]["tokenizer"]]
+    with open(tmp_path / "errors.txt", "w") as errors:
+        parent = subprocess.Popen(command, stderr=errors)
+    workers = []
+    try:
+        wait_for(lambda: len(list(tmp_path.glob("*.tmp-*"))) == 2 or parent.poll() is not None)
+        workers = [int(path.name.rpartition("-")[2]) for path in tmp_path.glob("*.tmp-*")]
+        assert len(set(workers)) == 2
+        yield parent, workers
+    finally:
+        parent.kill()
+        parent.wait()
+        for pid in workers:
+            if running(pid):
+                os.kill(pid, signal.SIGKILL)
+
+
+def test_workers_load_no_jax_and_end_when_their_parent_is_killed(busy):
+    parent, workers = busy
+    for pid in workers:
+        loaded = Path(f"/proc/{pid}/maps").read_text()
+        assert "array_record" in loaded
+        assert "jaxlib" not in loaded
+    assert "jaxlib" in Path(f"/proc/{parent.pid}/maps").read_text()
+    assert all(map(running, workers))
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    wait_for(lambda: not any(map(running, workers)))
+
+
+@pytest.mark.parametrize(("number", "is_memory"), [(signal.SIGKILL, True), (signal.SIGSEGV, False)])
+def test_a_worker_that_a_signal_ended_ends_the_build_with_an_error_that_names_it(busy, tmp_path, number, is_memory):
+    parent, workers = busy
+    os.kill(workers[0], number)
+    assert parent.wait(DEADLINE_SECONDS) == 1
+    errors = (tmp_path / "errors.txt").read_text()
+    assert number.name in errors.splitlines()[-1]
+    assert ("memory" in errors) == is_memory
+    wait_for(lambda: not any(map(running, workers)))
+
+
+def test_signals_to_the_process_group_end_neither_workers_nor_what_multiprocessing_starts(busy):
+    parent, workers = busy
+    children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
+    for pid in {*map(int, children), *workers}:
+        os.kill(pid, signal.SIGHUP)
+        os.kill(pid, signal.SIGTERM)
+    time.sleep(0.1)  # too short for a slow machine: then this test sees less, and does not fail
+    assert all(map(running, [*map(int, children), *workers]))
+
+
+BROKEN = """
+import multiprocessing
+
+if multiprocessing.parent_process() is not None:
+    raise ImportError("a broken library")
+
+class Job:
+    pass
+"""
+
+
+def test_a_worker_that_ends_while_it_imports_is_reported_with_its_exit_code(tmp_path, monkeypatch):
+    (tmp_path / "broken_library.py").write_text(BROKEN)
+    monkeypatch.syspath_prepend(tmp_path)
+    import broken_library
+
+    with pytest.raises(RunError, match="exited with code 1") as error:
+        list(run_locally([broken_library.Job()], lambda counts: None, lambda: False, 1))
+    assert "memory" not in str(error.value)
+
+
+def test_shards_and_progress_of_several_workers_add_up(tmp_path, settings):
+    config = DataConfig(tokenizer=settings["data"]["tokenizer"])
+    jobs = []
+    for name in "abc":
+        source = tmp_path / f"{name}.jsonl"
+        source.write_text("".join(json.dumps({"text": f"{name} {i}"}) + "\n" for i in range(2000)))
+        described = describe_source(str(source))
+        jobs.append(ShardJob(source=described, path=str(tmp_path / name), config=config, recipe={}))
+    seen = []
+    built = list(run_locally(jobs, lambda counts: seen.append(counts.tolist()), lambda: False, 2))
+    assert sorted((number, info.file) for number, info in built) == [
+        (i, f"{c}.arrayrecord") for i, c in enumerate("abc")
+    ]
+    assert [sum(map(sum, counts)) for counts in seen] == sorted(sum(map(sum, counts)) for counts in seen)
+    tokens = {number: info.tokens for number, info in built}
+    assert seen[-1] == [[2000, tokens[number], job.source.bytes] for number, job in enumerate(jobs)]
+
+
+def test_an_error_in_a_worker_is_raised_in_the_parent(tmp_path, settings):
+    source = tmp_path / "a.jsonl"
+    source.write_text("{}\n")
+    described = Source(url=str(source), bytes=3, fingerprint="")
+    job = ShardJob(
+        source=described,
+        path=str(tmp_path / "a"),
+        config=DataConfig(tokenizer=settings["data"]["tokenizer"]),
+        recipe={},
+    )
+    with pytest.raises(UserError, match=r"a\.jsonl:1: no key 'text'"):
+        list(run_locally([job], lambda counts: None, lambda: False, 1))
+
+
+def test_the_limit_of_open_files_is_an_error_with_what_to_raise(tmp_path, monkeypatch):
+    def start(*_):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(executor, "ProcessPoolExecutor", start)
+    job = ShardJob(
+        source=Source(url="a.jsonl", bytes=0, fingerprint=""), path=str(tmp_path / "a"), config=DataConfig(), recipe={}
+    )
+    with pytest.raises(UserError, match=r"too many open files.*ulimit -n"):
+        list(run_locally([job], lambda counts: None, lambda: False, 1))

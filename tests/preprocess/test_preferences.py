@@ -124,61 +124,62 @@ def test_answers_may_have_several_messages(folder):
 
 
 @pytest.mark.parametrize(
-    ("record", "reason"),
+    ("record", "names"),
     [
-        ({"chosen": "a b"}, "no key 'rejected' .*set data.format.rejected_field"),
-        ({"prompt": 3, "chosen": "a", "rejected": "b"}, "'prompt' is int, not text"),
-        ({"chosen": None, "rejected": "b"}, "'chosen' is NoneType, not text"),
-        ({"chosen": "a", "rejected": "b"}, "no prompt in common"),
-        ({"chosen": "", "rejected": "b"}, "no prompt in common"),
-        ({"prompt": [ASK], "chosen": "a", "rejected": "b"}, "'prompt' is a list of messages, but 'chosen' is text"),
-        ({"prompt": "a", "chosen": [ASK, GOOD], "rejected": "b"}, "'chosen' is list, not text"),
-        ({"prompt": [ASK], "chosen": [], "rejected": [BAD]}, "an answer has no message"),
-        ({"chosen": [GOOD], "rejected": [BAD]}, "no message in common"),
-        ({"prompt": [ASK], "chosen": [{"role": "assistant"}], "rejected": [BAD]}, "has no content"),
-        ({"prompt": "a", "chosen": "\ud800", "rejected": "b"}, "not UTF-8"),
-        ({"prompt": "a", "chosen": "b", "rejected": "c", "system": "S"}, "'system'"),
-        ({"question": "Why?", "chosen": "<think>a", "rejected": "<think>b"}, "'question'"),
-        ({"instruction": "Add.", "input": "1", "chosen": "It is 2", "rejected": "It is 3"}, "'instruction'"),
-        ({"messages": [ASK], "chosen": "It is me", "rejected": "It is you"}, "'messages'"),
+        ({"chosen": "a b"}, ["'rejected'", "data.format.rejected_field"]),
+        ({"prompt": 3, "chosen": "a", "rejected": "b"}, ["'prompt'"]),
+        ({"chosen": None, "rejected": "b"}, ["'chosen'"]),
+        ({"chosen": "a", "rejected": "b"}, ["data.format.prompt_field"]),
+        ({"chosen": "", "rejected": "b"}, ["data.format.prompt_field"]),
+        ({"prompt": [ASK], "chosen": "a", "rejected": "b"}, ["'prompt'"]),
+        ({"prompt": "a", "chosen": [ASK, GOOD], "rejected": "b"}, ["'chosen'"]),
+        ({"prompt": [ASK], "chosen": [], "rejected": [BAD]}, ["answer"]),
+        ({"chosen": [GOOD], "rejected": [BAD]}, ["data.format.prompt_field"]),
+        ({"prompt": [ASK], "chosen": [{"role": "assistant"}], "rejected": [BAD]}, ["content"]),
+        ({"prompt": "a", "chosen": "\ud800", "rejected": "b"}, ["not UTF-8"]),
+        ({"prompt": "a", "chosen": "b", "rejected": "c", "system": "S"}, ["'system'"]),
+        ({"question": "Why?", "chosen": "<think>a", "rejected": "<think>b"}, ["'question'"]),
+        ({"instruction": "Add.", "input": "1", "chosen": "It is 2", "rejected": "It is 3"}, ["'instruction'"]),
+        ({"messages": [ASK], "chosen": "It is me", "rejected": "It is you"}, ["'messages'"]),
         (
             {"prompt": "a", "messages": [{"role": "system", "content": "S"}], "chosen": "b", "rejected": "c"},
-            "'messages'",
+            ["'messages'"],
         ),
-        ({"prompt": [ASK], "chosen": [GOOD], "rejected": [BAD], "context": "A passage."}, "'context'"),
-        ({"prompt": "a", "chosen": "b", "rejected": ""}, "'rejected' is empty"),
-        ({"prompt": "a", "chosen": "b", "rejected": "c", "kto_tag": False}, "'kto_tag'"),
-        ({"prompt": "a", "chosen": "b", "rejected": "c", "winner_model_b": 1}, "'winner_model_b'"),
-        ({"prompt": "a", "chosen": "b", "rejected": "c", "is_swapped": True}, "'is_swapped'"),
-        ({"prompt": [ASK], "chosen": [GOOD, ASK], "rejected": [BAD]}, "ends with a message of the user"),
-        ({"prompt": "a", "chosen": "b", "rejected": "c", "rationale": "Hm"}, "'rationale'"),
-        ({"prompt": "a", "chosen": "b", "rejected": "c", "history": [["d", "e"]]}, "'history'"),
-        ({"prompt": [ASK], "chosen": [GOOD], "rejected": [BAD], "weight": 0.5}, "'weight'"),
-        ({"prompt": [ASK], "chosen": [GOOD | {"weight": 0}], "rejected": [BAD]}, "marked as no target"),
+        ({"prompt": [ASK], "chosen": [GOOD], "rejected": [BAD], "context": "A passage."}, ["'context'"]),
+        ({"prompt": "a", "chosen": "b", "rejected": ""}, ["'rejected'"]),
+        ({"prompt": "a", "chosen": "b", "rejected": "c", "kto_tag": False}, ["'kto_tag'"]),
+        ({"prompt": "a", "chosen": "b", "rejected": "c", "winner_model_b": 1}, ["'winner_model_b'"]),
+        ({"prompt": "a", "chosen": "b", "rejected": "c", "is_swapped": True}, ["'is_swapped'"]),
+        ({"prompt": [ASK], "chosen": [GOOD, ASK], "rejected": [BAD]}, ["answer"]),
+        ({"prompt": "a", "chosen": "b", "rejected": "c", "rationale": "Hm"}, ["'rationale'"]),
+        ({"prompt": "a", "chosen": "b", "rejected": "c", "history": [["d", "e"]]}, ["'history'"]),
+        ({"prompt": [ASK], "chosen": [GOOD], "rejected": [BAD], "weight": 0.5}, ["'weight'"]),
+        ({"prompt": [ASK], "chosen": [GOOD | {"weight": 0}], "rejected": [BAD]}, ["answer"]),
         (
             {"prompt": [ASK], "chosen": [{"role": "user", "content": "x"}, GOOD], "rejected": [BAD]},
-            "starts with another",
+            ["'prompt'"],
         ),
-        ({"prompt": "No.", "chosen": [ASK, GOOD], "rejected": [ASK, BAD]}, "'prompt'"),
-        ({"conversations": [SYSTEM, ASK], "chosen": [ASK, GOOD], "rejected": [ASK, BAD]}, "'conversations'"),
-        ({"prompt": 3, "chosen": [GOOD], "rejected": [BAD]}, "'prompt' is int"),
+        ({"prompt": "No.", "chosen": [ASK, GOOD], "rejected": [ASK, BAD]}, ["'prompt'"]),
+        ({"conversations": [SYSTEM, ASK], "chosen": [ASK, GOOD], "rejected": [ASK, BAD]}, ["'conversations'"]),
+        ({"prompt": 3, "chosen": [GOOD], "rejected": [BAD]}, ["'prompt'"]),
     ],
 )
-def test_a_damaged_record_is_one_clear_error(folder, record, reason):
-    with pytest.raises(BadRecordError, match=reason):
+def test_a_damaged_record_is_one_clear_error(folder, record, names):
+    with pytest.raises(BadRecordError) as caught:
         read(record, folder)
+    assert all(name in str(caught.value) for name in names), caught.value
 
 
 @pytest.mark.parametrize("kind", ["text", "chat", "completion"])
 def test_pairs_under_another_format_name_the_setting(folder, kind):
     config = DataConfig(tokenizer=folder, format={"type": kind})
     reader = record_reader(config, 0, chat_template_of(config))
-    with pytest.raises(BadRecordError, match=r"set data.format: .type: preference. to read pairs of answers"):
+    with pytest.raises(BadRecordError, match=r"data.format: .type: preference"):
         reader.read({"prompt": "a", "chosen": "b", "rejected": "c"})
 
 
 def test_messages_without_a_template_are_an_error():
-    with pytest.raises(UserError, match="'chosen' has messages, but the tokenizer has no chat template"):
+    with pytest.raises(UserError, match=r"'chosen' .*chat_template"):
         read({"prompt": [ASK], "chosen": [GOOD], "rejected": [BAD]})
 
 

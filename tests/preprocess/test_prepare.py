@@ -1,4 +1,4 @@
-"""Preparation of the caches of a run, also of one with several processes."""
+"""Builds of caches: from files of each format, resumed, stopped by bad records, and of a run with several processes."""
 
 import importlib.util
 import json
@@ -6,16 +6,168 @@ import os
 import shutil
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from cache_building import build_cache
+from preprocess.conftest import NAMES, config, contents, lines, mtimes
 
+from lmtrain.data.cache_manifest import Shards, load_manifest
 from lmtrain.data.config import DataConfig
+from lmtrain.data.token_store import TokenStore
+from lmtrain.hf.tokenizer import load_tokenizer
 from lmtrain.preprocess import prepare
 from lmtrain.preprocess.executor import LOCAL
 from lmtrain.preprocess.prepare import SplitCaches, find_caches, shared_text, start_build
 from lmtrain.run.config import RunConfig
 from lmtrain.runtime.errors import UserError
 from lmtrain.runtime.logging import Processes
+
+
+def test_the_cache_has_the_tokens_of_all_files_in_order(work, cache):
+    manifest = load_manifest(str(cache))
+    tokenizer = load_tokenizer("tok")
+    documents = [json.loads(line)["text"] for name in NAMES for line in (work / name).read_text().splitlines()]
+    expected = [i for text in documents for i in [*tokenizer.backend.encode(text).ids, tokenizer.eos_id]]
+    assert (manifest.documents, manifest.tokens) == (343, len(expected))
+    store = TokenStore("train", Shards.of(manifest), manifest.dtype, lambda info: str(cache / info.file))
+    assert store.read(np.array([0]), len(expected))[0][0].tolist() == expected
+
+
+def test_two_workers_give_the_bytes_of_one(work, finished):
+    build_cache(config(num_preprocess_workers=2), "train")
+    assert contents(work / "cache" / "train") == contents(finished)
+
+
+def test_only_missing_shards_are_built_and_a_finished_cache_is_not_modified(cache, finished):
+    for name in ("manifest.json", "shard-00001-of-00003.json"):
+        (cache / name).unlink()
+    (cache / "shard-00002-of-00003.arrayrecord.tmp-1").write_bytes(b"left by a killed worker")
+    before = mtimes(cache)
+    build_cache(config(), "train")
+    assert contents(cache) == contents(finished)
+    kept = [name for name in contents(finished) if name != "manifest.json" and not name.startswith("shard-00001")]
+    assert {name: mtimes(cache)[cache / name] for name in kept} == {name: before[cache / name] for name in kept}
+    before = mtimes(cache)
+    build_cache(config(), "train")
+    assert mtimes(cache) == before
+
+
+def test_a_bad_line_is_named_and_the_build_resumes_after_a_fix(work, finished):
+    good, before = (work / "c.jsonl").read_text(), (work / "c.jsonl").stat()
+    (work / "c.jsonl").write_text(good + "not json\n")
+    folder = work / "cache" / "train"
+    with pytest.raises(UserError, match=r"^c\.jsonl:41: not JSON"):
+        build_cache(config(), "train")
+    assert not (folder / "manifest.json").exists()
+    assert not (folder / "shard-00002-of-00003.json").exists()
+    (work / "c.jsonl").write_text(good)
+    os.utime(work / "c.jsonl", ns=(before.st_atime_ns, before.st_mtime_ns))  # which the manifest has
+    build_cache(config(), "train")
+    assert contents(folder) == contents(finished)
+
+
+def test_a_cache_in_the_home_folder_is_found(work, monkeypatch):
+    monkeypatch.setenv("HOME", str(work / "home"))
+    build_cache(config(cache_dir="~/cache", train_urls=["b.jsonl"]), "train")
+    assert (work / "home" / "cache" / "train" / "manifest.json").exists()
+
+
+def test_skipped_records_are_counted_and_logged_and_change_nothing_else(work, finished, caplog):
+    (work / "b.jsonl").write_text("{broken\n" + (work / "b.jsonl").read_text() + '{"txt": 1}\n')
+    manifest = build_cache(config(on_bad_record="skip", max_bad_fraction=0.5), "train")
+    assert (manifest.skipped, [shard.skipped for shard in manifest.shards]) == (2, [0, 2, 0])
+    (warning,) = [record.getMessage() for record in caplog.records if "skipped" in record.getMessage()]
+    assert warning.startswith("preprocess train: skipped 2 bad records\n  b.jsonl:1: not JSON")
+    assert "  b.jsonl:5: no key 'text'" in warning
+    for shard in manifest.shards:
+        assert (work / "cache" / "train" / shard.file).read_bytes() == (finished / shard.file).read_bytes()
+
+
+def test_too_many_bad_records_are_an_error_that_shows_the_first(work):
+    (work / "b.jsonl").write_text("{broken\n" * 50 + lines("a", "b"))
+    with pytest.raises(UserError) as caught:
+        build_cache(config(on_bad_record="skip", max_bad_fraction=0.9), "train")
+    first, *rest = str(caught.value).splitlines()
+    assert first == ("b.jsonl: 50 bad records of 52, more than data.max_bad_fraction 0.9; the first are")
+    assert len(rest) == 10
+    assert rest[0].startswith("  b.jsonl:1: not JSON")
+    assert load_manifest("cache/train") is None
+
+
+def test_a_too_long_document_that_cannot_be_split_is_an_error_with_its_location(work):
+    tokenizer = json.loads((work / "tok" / "tokenizer.json").read_text())
+    tokenizer["normalizer"] = {"type": "NFC"}
+    (work / "tok" / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (work / "b.jsonl").write_text(lines("short", "ü " * 300))
+    with pytest.raises(
+        UserError, match=r"b\.jsonl:2: a document of 900 bytes is longer than data\.max_document_bytes 500"
+    ):
+        build_cache(config(max_document_bytes=500), "train")
+    assert build_cache(config(max_document_bytes=900), "train").documents == 342
+
+
+def test_every_format_and_compression_gives_the_same_tokens(work, finished):
+    import pyarrow
+    from pyarrow import parquet
+
+    texts = [[json.loads(line)["text"] for line in (work / name).read_text().splitlines()] for name in NAMES]
+    (work / "a.txt").write_text("\n".join(texts[0]))
+    (work / "b.json").write_text(json.dumps([{"text": text} for text in texts[1]], indent=2))
+    parquet.write_table(pyarrow.table({"text": texts[2]}), work / "c.parquet")
+    manifest = build_cache(config(train_urls=["a.txt", "b.json", "c.parquet"]), "train")
+    whole = load_manifest(str(finished))
+    assert [shard.sha256 for shard in manifest.shards] == [shard.sha256 for shard in whole.shards]
+
+
+def test_a_finished_cache_of_a_dataset_is_used_without_opening_the_dataset(work, caplog):
+    (work / "data").mkdir()
+    for name in NAMES:
+        shutil.copyfile(work / name, work / "data" / f"train-{name}")
+    settings = {"train_urls": None, "id": str(work / "data"), "stream": True}
+    built = build_cache(config(**settings), "train")
+    whole = load_manifest("cache/train")
+    assert built == whole
+    assert [shard.documents for shard in built.shards] == [300, 3, 40]
+    assert build_cache(config(**settings), "train") == built
+    assert "modified since they were cached" not in caplog.text
+    os.utime(work / "data" / "train-b.jsonl", ns=(5, 5))
+    assert build_cache(config(**settings), "train") == built
+    assert "modified since they were cached" in caplog.text
+    (work / "data" / "train-b.jsonl").write_text(lines("other"))
+    with pytest.raises(UserError, match=r"the files of data\.id .* have changed since they were cached"):
+        build_cache(config(**settings), "train")
+    shutil.rmtree(work / "data")
+    assert build_cache(config(**settings), "train") == built
+    with pytest.raises(UserError, match="not found locally"):
+        build_cache(config(**settings | {"stream": False}), "train")
+
+
+def test_text_documents_divides_a_txt(work):
+    (work / "a.txt").write_text("one\ntwo\n\nthree\n")
+    (work / "b.txt").write_text("four\n\n\nfive\nsix\n")
+    for documents, counts in (("line", [3, 3]), ("blank_line", [2, 2]), ("file", [1, 1])):
+        manifest = build_cache(
+            config(train_urls=["a.txt", "b.txt"], cache_dir=documents, text_documents=documents), "train"
+        )
+        assert [shard.documents for shard in manifest.shards] == counts
+
+
+def test_a_split_file_has_the_tokens_of_the_unsplit_file(work):
+    whole = build_cache(config(train_urls=["a.jsonl"], cache_dir="whole"), "train")
+    split = config(train_urls=["a.jsonl"], split_bytes=7000)
+    parts = build_cache(split, "train")
+    assert (len(whole.shards), len(parts.shards)) == (1, 4)
+    assert (parts.tokens, parts.documents) == (whole.tokens, whole.documents)
+    with pytest.raises(UserError, match=r"a\.jsonl from byte 7,000 is in the cache, but no source of this config"):
+        build_cache(split.model_copy(update={"split_bytes": 10**6}), "train")
+
+
+def test_passthrough_stores_token_ids_unchanged(work):
+    (work / "ids.jsonl").write_text('{"ids": [1, 2, 3]}\n{"ids": []}\n{"ids": [69999]}\n')
+    settings = {"train_urls": ["ids.jsonl"], "text_key": "ids", "tokenizer": "passthrough", "vocab_size": 70_000}
+    manifest = build_cache(config(**settings, enforce_eos=False), "train")
+    assert (manifest.tokens, manifest.documents, manifest.dtype) == (4, 3, "<u4")
+    assert manifest.recipe["tokenizer"] == {"fingerprint": "passthrough", "vocab_size": 70_000}
 
 
 def test_ray_is_required_only_for_missing_shards(monkeypatch):

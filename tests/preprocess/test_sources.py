@@ -1,13 +1,16 @@
-"""Description and splitting of input files, and which changes of one are noticed."""
+"""Which files paths and patterns stand for, what is refused, and which changes of a file are noticed."""
 
 import gzip
+import os
+import shutil
+import socket
 
 import fsspec
 import pytest
 
 from lmtrain.data.config import DataConfig
 from lmtrain.hf.find_tokenizer import open_tokenizer
-from lmtrain.preprocess.input_files import FilesMissingError
+from lmtrain.preprocess.input_files import FilesMissingError, expand_urls, format_of
 from lmtrain.preprocess.sources import (
     as_recorded,
     as_recorded_in,
@@ -23,6 +26,187 @@ def make(folder, *names, content=b"text"):
     for name in names:
         (folder / name).write_bytes(content)
     return [str(folder / name) for name in names]
+
+
+def test_braces_expand_in_the_order_written_and_globs_in_sorted_order(tmp_path):
+    b2, b10, a1, c = make(tmp_path, "b.2.jsonl", "b.10.jsonl", "a.1.jsonl", "c.jsonl")
+    assert expand_urls([f"{tmp_path}/c.jsonl", f"{tmp_path}/b.{{2..10..8}}.jsonl", a1]) == [c, b2, b10, a1]
+    assert expand_urls([f"{tmp_path}/{{b,a}}.*.jsonl"]) == [b10, b2, a1]
+
+
+def test_every_missing_file_is_named_at_once(tmp_path):
+    make(tmp_path, "a.1.jsonl")
+    with pytest.raises(FilesMissingError) as error:
+        expand_urls([f"{tmp_path}/a.{{1..3}}.jsonl", f"{tmp_path}/none*.jsonl"])
+    missing = f"no such file: {tmp_path}/a.2.jsonl, {tmp_path}/a.3.jsonl, {tmp_path}/none*.jsonl"
+    assert str(error.value) == missing
+
+
+def test_a_file_listed_twice_also_under_two_names_is_refused(tmp_path, monkeypatch):
+    a, _ = make(tmp_path, "a.jsonl", "b.jsonl")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "link.jsonl").symlink_to(a)
+    for other in ("a.jsonl", f"{tmp_path}/./a.jsonl", "link.jsonl"):
+        with pytest.raises(UserError) as error:
+            expand_urls([a, "b.jsonl", other])
+        assert str(error.value) == f"listed more than once: {a} = {other}"
+    with pytest.raises(UserError, match=r"more than once: .*a\.jsonl"):
+        expand_urls([a, f"{tmp_path}/a*.jsonl"])
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("a.docx", "unsupported format"),
+        ("a.parquet.gz", "unsupported format"),
+        ("a.jsonl.lz4", "unsupported format"),
+        ("a.gz", "unsupported format"),
+        ("{a.jsonl", "braces"),
+    ],
+)
+def test_an_unreadable_name_is_an_error_with_the_reason(tmp_path, name, message):
+    make(tmp_path, name)
+    with pytest.raises(UserError, match=message):
+        expand_urls([f"{tmp_path}/{name}"])
+
+
+@pytest.mark.parametrize(
+    ("url", "expected"),
+    [
+        ("https://host/a.jsonl?X-Amz-Signature=a.b", (".jsonl", None)),
+        ("https://host/a.jsonl.gz?download=true#part", (".jsonl", "gzip")),
+        ("https://host/download?file=a.txt", (".txt", None)),
+        ("s3://bucket/a?.jsonl", (".jsonl", None)),
+    ],
+)
+def test_the_format_is_that_of_the_path_of_a_url(url, expected):
+    assert format_of(url) == expected
+
+
+def test_the_query_of_an_unsupported_url_is_not_printed():
+    with pytest.raises(UserError, match=r"^https://host/a\.csv: unsupported format"):
+        format_of("https://host/a.csv?X-Amz-Signature=cafe")
+
+
+def test_an_unknown_protocol_is_a_user_error():
+    with pytest.raises(UserError, match=r"nonsense://a.jsonl"):
+        expand_urls(["nonsense://a.jsonl"])
+
+
+@pytest.mark.parametrize("pattern", ["a.jsonl", "*.jsonl"])
+def test_a_folder_is_not_read_as_a_file(tmp_path, pattern):
+    (tmp_path / "a.jsonl").mkdir()
+    with pytest.raises(UserError, match="jsonl"):
+        expand_urls([f"{tmp_path}/{pattern}"])
+
+
+def test_a_file_with_glob_characters_in_its_name_is_found(tmp_path):
+    assert expand_urls(make(tmp_path, "part[1].jsonl")) == [f"{tmp_path}/part[1].jsonl"]
+
+
+TREE = ["a.jsonl", "._a.jsonl", ".ipynb_checkpoints/a.jsonl", "s/b.jsonl", "s/.c.jsonl", ".cache/d/e.jsonl"]
+
+
+@pytest.fixture(params=["local", "memory"])
+def root(request, tmp_path):
+    """A folder with hidden files and folders."""
+    if request.param == "local":
+        for name in TREE:
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_bytes(b"text")
+        yield str(tmp_path)
+        return
+    memory = fsspec.filesystem("memory")
+    for name in TREE:
+        memory.pipe_file(f"/hidden/{name}", b"text")
+    yield "memory:///hidden"
+    memory.rm("/hidden", recursive=True)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "expected", "hidden"),
+    [
+        ("*.jsonl", ["a.jsonl"], 1),
+        ("**/*.jsonl", ["a.jsonl", "s/b.jsonl"], 4),
+        ("s/*.jsonl", ["s/b.jsonl"], 1),
+        (".*.jsonl", ["._a.jsonl"], 0),
+        (".ipynb_checkpoints/*.jsonl", [".ipynb_checkpoints/a.jsonl"], 0),
+        ("*/.c.jsonl", ["s/.c.jsonl"], 0),
+        (".cache/**/*.jsonl", [".cache/d/e.jsonl"], 0),
+        (".[a-h]*/d/f.jsonl", [], 0),
+    ],
+)
+def test_hidden_files_and_folders_match_as_in_a_shell_and_are_counted(root, pattern, expected, hidden, caplog):
+    caplog.set_level("INFO")
+    if expected:
+        assert expand_urls([f"{root}/{pattern}"]) == [f"{root}/{name}" for name in expected]
+    else:
+        with pytest.raises(FilesMissingError):
+            expand_urls([f"{root}/{pattern}"])
+    messages = [line for record in caplog.records if "hidden file" in (line := record.getMessage())]
+    assert len(messages) == (hidden > 0)
+    assert all(f"{pattern}: without {hidden} hidden file" in line for line in messages)
+
+
+def test_links_to_files_and_folders_match_a_pattern(tmp_path):
+    (tmp_path / "real").mkdir()
+    make(tmp_path / "real", "a.jsonl")
+    (tmp_path / "links").mkdir()
+    (tmp_path / "links" / "b.jsonl").symlink_to("../real/a.jsonl")
+    (tmp_path / "links" / "folder").symlink_to("../real")
+    assert expand_urls([f"{tmp_path}/links/*.jsonl"]) == [f"{tmp_path}/links/b.jsonl"]
+    assert expand_urls([f"{tmp_path}/links/*/*.jsonl"]) == [f"{tmp_path}/links/folder/a.jsonl"]
+    with pytest.raises(UserError, match="listed more than once"):
+        expand_urls([f"{tmp_path}/**/*.jsonl"])
+
+
+@pytest.mark.parametrize("pattern", ["a.jsonl", "*.jsonl"])
+@pytest.mark.parametrize("kind", ["named pipe", "socket", "does not exist", "device"])
+def test_what_is_no_file_is_an_error_that_says_what_it_is(tmp_path, monkeypatch, kind, pattern):
+    monkeypatch.chdir(tmp_path)  # paths of sockets are short
+    make(tmp_path, "b.jsonl")
+    if kind == "named pipe":
+        os.mkfifo("a.jsonl")
+    elif kind == "socket":
+        with socket.socket(socket.AF_UNIX) as opened:
+            opened.bind("a.jsonl")
+    else:
+        os.symlink("/dev/null" if kind == "device" else "nowhere", "a.jsonl")
+    with pytest.raises(FilesMissingError if kind == "does not exist" else UserError, match=rf"a\.jsonl: a .*{kind}"):
+        expand_urls([pattern])
+
+
+@pytest.mark.parametrize("pattern", ["x.parquet", "*.parquet", "*"])
+@pytest.mark.parametrize("place", ["", "lang=en/"])
+def test_a_folder_that_spark_wrote_is_an_error_with_the_pattern_of_its_files(tmp_path, monkeypatch, place, pattern):
+    monkeypatch.chdir(tmp_path)
+    parts = [f"x.parquet/{place}part-{i}.snappy.parquet" for i in range(2)]
+    for name in ["y.parquet", "x.parquet/_SUCCESS", f"x.parquet/{place}.part-0.snappy.parquet.crc", *parts]:
+        os.makedirs(os.path.dirname(name) or ".", exist_ok=True)
+        make(tmp_path, name)
+    with pytest.raises(UserError, match=r"x\.parquet: is a folder") as error:
+        expand_urls([pattern])
+    suggested = str(error.value).rpartition(" ")[2].strip("'")
+    assert [os.path.relpath(name) for name in expand_urls([suggested])] == parts
+    assert len(expand_urls(["**/*.parquet"])) == 3
+    shutil.rmtree("x.parquet")
+    os.mkdir("x.parquet")
+    with pytest.raises(UserError, match=r"x\.parquet: is a folder, without"):
+        expand_urls([pattern])
+
+
+def test_a_pattern_with_more_than_stars_in_a_part_is_refused(tmp_path):
+    for root in (str(tmp_path), "memory://folder"):
+        with pytest.raises(UserError, match=r"\*\*/\*"):
+            expand_urls([f"{root}/a**.jsonl"])
+
+
+def test_a_name_that_is_not_utf8_is_refused_at_once(tmp_path):
+    name = os.fsencode(tmp_path) + b"/caf\xe9.jsonl"
+    with open(name, "wb") as file:
+        file.write(b"text")
+    with pytest.raises(UserError, match=r"caf.*not UTF-8"):
+        expand_urls([f"{tmp_path}/*.jsonl"])
 
 
 @pytest.mark.parametrize("place", [0, 4095, 400_000, -4096, -1], ids=str)

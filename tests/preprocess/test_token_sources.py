@@ -57,7 +57,7 @@ def test_a_cache_by_its_path_is_read_in_place(folder):
     first = windows(config("rows.parquet"))
     assert_same(windows(config("cache/train", cache_dir="other")), first)
     assert os.listdir("other/train") == ["manifest.json"]
-    with pytest.raises(UserError, match="a cache of another tokenizer"):
+    with pytest.raises(UserError, match=r"cache/train.*tokenizer"):
         find_cache(config("cache/train", cache_dir="third", tokenizer="passthrough", vocab_size=300), "train")
 
 
@@ -140,7 +140,7 @@ def test_a_file_that_changes_is_refused_by_the_run_and_by_a_resumed_one(folder, 
         os.remove(name)
     if change != "deleted":
         os.utime(name, ns=(0, 0))
-    with pytest.raises(UserError, match=rf"{name}: this file has changed since the run first read it"):
+    with pytest.raises(UserError, match=rf"{name}: .*changed"):
         store.read(np.array([0]), SEQ_LEN)
     with pytest.raises(UserError, match=r"a.bin has changed since it was cached|no such file: a.bin"):
         find_cache(wanted, "train")
@@ -224,11 +224,11 @@ def cut(path, size):
 @pytest.mark.parametrize(
     ("write", "file", "size", "message"),
     [
-        (nano_gpt, "a.bin", 1001, r"a.bin: its 1,001 bytes are no multiple of 2"),
-        (llm_c, "a.bin", 3000, r"a.bin: truncated, or damaged: its header has [\d,]+ tokens of 2 bytes, but the file"),
-        (megatron, "a.bin", 3000, r"a.bin: has 3,000 bytes, but a.idx describes"),
-        (megatron, "a.idx", 500, r"a.idx: truncated: 500 bytes for 60 sequences"),
-        (megatron, "a.idx", 5, r"a.idx: not an index of Megatron-LM, but a.bin is next to it"),
+        (nano_gpt, "a.bin", 1001, "a.bin: .*1,001 bytes"),
+        (llm_c, "a.bin", 3000, "a.bin: truncated"),
+        (megatron, "a.bin", 3000, "a.bin: has 3,000 bytes.*a.idx"),
+        (megatron, "a.idx", 500, "a.idx: truncated"),
+        (megatron, "a.idx", 5, "a.idx: not an index"),
         (numpy_array, "a.npy", 4000, r"a.npy: truncated"),
     ],
 )
@@ -291,23 +291,23 @@ def test_what_is_missing_is_asked_for(folder):
     nano_gpt(folder / "a.bin", docs)
     megatron(folder / "b_text_document.bin", docs)
     without_eos = {"tokenizer": "passthrough", "vocab_size": 300, "enforce_eos": False}
-    with pytest.raises(UserError, match=r"a.bin: where its documents end is unknown.*set data.format.eos_id"):
+    with pytest.raises(UserError, match=r"a.bin: .*data.format.eos_id"):
         find_cache(config("a.bin", **without_eos), "train")
     assert_same(windows(config("a.bin", format={"eos_id": EOS}, **without_eos)), expected(docs))
     assert_same(windows(config("b_text_document.bin", cache_dir="b", **without_eos)), expected(docs))
-    with pytest.raises(UserError, match=r"2 bytes per token cannot hold the 100,000 tokens.*data.format.dtype"):
+    with pytest.raises(UserError, match=r"100,000.*data.format.dtype"):
         find_cache(config("a.bin", cache_dir="c", **without_eos | {"vocab_size": 100_000}), "train")
-    with pytest.raises(UserError, match=r"b_text_document.bin: has ids of type uint16, as its header or index says"):
+    with pytest.raises(UserError, match=r"b_text_document.bin: .*uint16"):
         find_cache(config("b_text_document.bin", cache_dir="c", format={"dtype": "uint32"}), "train")
-    with pytest.raises(ValidationError, match=r"has no effect on token ids; set format.input_ids_field"):
+    with pytest.raises(ValidationError, match=r"format.input_ids_field"):
         config("a.bin", text_key="ids")
-    with pytest.raises(ValidationError, match=r"has no effect on token ids, which stay as they are"):
+    with pytest.raises(ValidationError, match="enforce_bos"):
         config("a.bin", enforce_bos=True)
-    with pytest.raises(UserError, match=r"\(but there is b_text_document.bin\)"):
+    with pytest.raises(UserError, match=r"b_text_document.bin"):
         find_cache(config("b_text_document", cache_dir="c"), "train")
-    with pytest.raises(UserError, match=r"b_text_document.idx: an index; set the .bin next to it"):
+    with pytest.raises(UserError, match=r"b_text_document.idx: .*.bin"):
         find_cache(config("b_text_document.idx", cache_dir="c"), "train")
-    with pytest.raises(UserError, match=r"for files of token ids \(.bin .npy\) set data.format: {type: tokens}"):
+    with pytest.raises(UserError, match=r"data.format: {type: tokens}"):
         find_cache(DataConfig(train_urls=["a.bin"], tokenizer="byte", cache_dir="c"), "train")
 
 
@@ -315,7 +315,7 @@ def test_labels_in_some_files_only_are_refused(folder):
     docs = documents()
     nano_gpt(folder / "a.bin", docs)
     rows(docs, loss_mask=[[1] * (len(ids) + 1) for ids in docs])
-    with pytest.raises(UserError, match=r"rows.parquet has labels, but a.bin has none: make them two sources"):
+    with pytest.raises(UserError, match=r"rows.parquet .*labels.* a.bin"):
         find_cache(config("a.bin", "rows.parquet"), "train")
 
 

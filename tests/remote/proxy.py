@@ -1,11 +1,10 @@
-"""An HTTP proxy in front of a store's server, which delays, refuses, changes or ends what a test chooses."""
+"""An HTTP proxy in front of a store's server, which refuses, changes or ends what a test chooses."""
 
 import http.client
 import itertools
 import socket
 import struct
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from enum import Enum
@@ -55,7 +54,7 @@ class Proxy:
     """Forwards to the port `target`, and counts.
 
     `refuse` returns the reply to a request that is not forwarded, or where its connection is cut, else None. `garble`
-    changes the body of an answer. `delay` returns the seconds that an answer waits.
+    changes the body of an answer.
     """
 
     def __init__(self, target: int):
@@ -63,7 +62,6 @@ class Proxy:
         self.requests: list[Request] = []
         self.refused: list[Request] = []
         self.refuse: Callable[[Request], Reply | Cut | None] = lambda request: None
-        self.delay: Callable[[Request], float] = lambda request: 0
         self.garble: Callable[[Request, bytes], bytes] = lambda request, body: body
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
@@ -111,7 +109,6 @@ def proxied(target: int) -> Iterator[Proxy]:
             body = self._body()
             request, reply = proxy.received(self.command, self.path)
             headers = {}
-            time.sleep(proxy.delay(request))
             cut = reply if isinstance(reply, Cut) else None
             if cut is Cut.BEFORE:
                 self._reset()

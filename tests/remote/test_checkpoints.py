@@ -108,7 +108,7 @@ def test_too_little_space_for_staging_is_reported_with_the_sizes(make, store, st
     big = {"params": {"w": jnp.zeros(2_500_000)}}
     with pytest.raises(SaveError):
         checkpointer.save_now(1, Kind.PERMANENT, big, {})
-    assert f"{staging} has 1000 B free, staging this checkpoint takes 9.5 MiB; set trainer." in caplog.text
+    assert all(part in caplog.text for part in (f"{staging} has 1000 B", "9.5 MiB", "set trainer."))
     assert set(store.contents("run")) == {"attempt.json"}
 
 
@@ -141,9 +141,7 @@ def test_a_failed_upload_leaves_no_objects_and_the_next_save_succeeds(make, stor
 
 
 def test_a_missing_bucket_is_reported_at_the_start(scheme, staging, emulators):
-    with pytest.raises(
-        UserError, match=rf"^trainer.checkpointer.base_path: {scheme}://no-such-bucket/run/.writable: cannot"
-    ):
+    with pytest.raises(UserError, match=rf"^trainer.checkpointer.base_path: {scheme}://no-such-bucket/run"):
         Checkpointer(f"{scheme}://no-such-bucket/run", CheckpointerConfig(staging_dir=str(staging)))
 
 
@@ -163,7 +161,7 @@ def test_folders_are_listed_renamed_and_deleted_in_buckets(store):
 
 def test_the_newest_of_two_starts_wins(make, store):
     older, newer = make(), make()
-    with pytest.raises(TakenOverError, match="the same run was started again at"):
+    with pytest.raises(TakenOverError, match="started again"):
         save(older, 1)
     assert steps(store) == []
     save(newer, 1)
