@@ -16,6 +16,7 @@ import json
 import re
 import sys
 from collections.abc import Callable
+from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -37,6 +38,7 @@ from lmtrain.scaling.fitted import fit_ladder
 from lmtrain.scaling.points import best_rates, points, trials
 from lmtrain.scaling.predict import predict, tokens_of
 from lmtrain.scaling.results import Result, Results
+from lmtrain.tracking.console import Console, Evaluated, Shown
 
 ROOT = Path(__file__).parent.parent
 PICTURES = ROOT / "configs" / "guide" / "pictures"
@@ -92,15 +94,22 @@ def schedules() -> str:
 
 def live_view() -> str:
     """The live view of a run, with the values of the README's quickstart."""
-    console = _console(76)
-    with mock.patch.object(console.time, "monotonic", return_value=0.0):
-        view = console.LiveView("gpt2_nano-b2e784", 300, 0, [5.1 + 4 * 0.97**step for step in range(160)], console)
-    evaluated = console.Evaluated(150, 5.3602)
-    view.show(
-        console.Shown(161, 5.1003, 1.73e-3, 7667.0, 0.534, evaluated=evaluated, next_evaluation=200, next_save=300)
+    shown = Shown(
+        step=161,
+        loss=5.1003,
+        learning_rate=1.73e-3,
+        tokens_per_second=7667.0,
+        seconds_per_step=0.534,
+        evaluated=Evaluated(150, 5.3602),
+        next_evaluation=200,
+        next_save=300,
     )
-    with mock.patch.object(console.time, "monotonic", return_value=88.0):
-        console.print(view.render())
+    terminal = mock.Mock(wraps=io.StringIO(), isatty=lambda: True, encoding="utf-8")
+    with redirect_stderr(terminal), mock.patch.dict("os.environ", TERM="xterm"), Console(300, 0, True) as view:
+        view.show(shown)
+        drawn = view.drawn()
+    console = _console(76)
+    console.print(drawn)
     return _terminal(console, "lmtrain train configs/gpt2_nano.yaml")
 
 
@@ -186,9 +195,9 @@ def _svg(figure: Any, name: str) -> str:
 
 
 def _console(width: int) -> Any:
-    from rich.console import Console
+    from rich import console
 
-    return Console(
+    return console.Console(
         width=width, record=True, file=io.StringIO(), force_terminal=True, color_system="truecolor", _environ={}
     )
 

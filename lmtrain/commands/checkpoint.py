@@ -67,12 +67,15 @@ def _inspect(path: str) -> int:
     for name, record in manifest.files.items():
         part = name.split("/")[0] if "/" in name else ""
         sizes[part] = sizes.get(part, 0) + record.size
+    described = {part: info.get(part) or {} for part in ("machine", "git", "versions")}
     rows = {
         "run": info["run_id"],
         "saved": time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(manifest.saved)),
         "arrays": ", ".join(f"{part} {format_bytes(size)}" for part, size in sizes.items() if part),
         **{
-            part: ", ".join(f"{name} {value}" for name, value in info[part].items()) for part in ("machine", "versions")
+            part: ", ".join(f"{name} {value}" for name, value in values.items())
+            for part, values in described.items()
+            if values
         },
     }
     _print(checkpoint.path)

@@ -90,6 +90,11 @@ SHORT_NAMES = {
 _OLD = {
     "trainer": {"batch_size": "train_batch_size", "eval_per_device_parallelism": "per_device_eval_parallelism"},
 }
+# Settings of the W&B tracker that are now keywords in its `init`.
+_OF_INIT = (
+    *("notes", "job_type", "dir", "config", "config_exclude_keys", "config_include_keys", "allow_val_change", "force"),
+    *("reinit", "resume_from", "fork_from", "tensorboard", "sync_tensorboard", "monitor_gym", "anonymous", "settings"),
+)
 # Other name -> what to suggest for one like it: a short name is as good as the name, an old one is not.
 OTHER_NAMES = {
     f"{section}.{other}": f"{section}.{other}" for section, names in SHORT_NAMES.items() for other in names
@@ -117,7 +122,32 @@ def _modernise(tree: ConfigTree, under: ConfigTree) -> ConfigTree:
     for path in _formats(tree):
         _modernise_format(tree, path)
     _wandb_to_tracker(tree, under)
+    trackers: Path = ("trainer", "tracker")
+    listed = value_at(tree.data, trackers)
+    for path in [trackers, *((*trackers, index) for index in range(len(listed) if isinstance(listed, list) else 0))]:
+        _keywords_to_init(tree, path, under)
     return tree
+
+
+def _keywords_to_init(tree: ConfigTree, path: Path, under: ConfigTree) -> None:
+    """`notes: x` of the W&B tracker at `path` -> `init: {notes: x}`; null, as earlier versions saved it, is dropped."""
+    section, below = value_at(tree.data, path), value_at(under.data, path)
+    if not isinstance(section, dict) or not _is_wandb((below if isinstance(below, dict) else {}) | section):
+        return
+    for name in [name for name in _OF_INIT if name in section]:
+        old, new = (*path, name), (*path, "init", name)
+        place, value = tree.origin_of(old), section.pop(name)
+        if value is None:
+            continue
+        keywords = section.setdefault("init", {})
+        # in a list of trackers, the value of the tree below was copied
+        if not isinstance(keywords, dict) or keywords.get(name) != value_at(under.data, new):
+            raise UserError(f"{place}: {dotted(old)}: the same as {dotted(new)}; remove one")
+        keywords[name] = value
+        tree.move_origins(old, new)
+        if place is not None:
+            tree.origins.setdefault((*path, "init"), place)
+        tree.notices.append(f"{place}: {dotted(old)} is now written {dotted(new)}")
 
 
 def _rename(tree: ConfigTree, old: Path, name: str) -> Origin | None:

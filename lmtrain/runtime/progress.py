@@ -12,7 +12,7 @@ _SECONDS_BETWEEN_LINES = 5.0
 class Progress:
     """Progress bar or lines. Call `update(done, text)` at any rate: the output is rate-limited, and off if `quiet`.
 
-    With `bar=False` it prints lines on a terminal too. Use as a context manager.
+    With `bar=False` it prints lines on a terminal too. Use as a context manager, inside which `draws` tells which.
     """
 
     def __init__(self, label: str, total: int, start: int = 0, quiet: bool = False, bar: bool = True):
@@ -28,7 +28,9 @@ class Progress:
         self._task: Any = None
 
     def __enter__(self) -> "Progress":
-        if self._may_draw and sys.stderr.isatty() and not self._quiet:
+        # a terminal that cannot move its cursor would not show a bar before the end
+        moves_cursor = os.environ.get("TERM") not in ("dumb", "unknown")
+        if self._may_draw and sys.stderr.isatty() and moves_cursor and not self._quiet:
             from rich.progress import BarColumn, TextColumn
             from rich.progress import Progress as Bar
 
@@ -37,7 +39,9 @@ class Progress:
                 BarColumn(bar_width=24),
                 TextColumn("{task.fields[text]}", markup=False),
             )
-            self._bar = Bar(*columns, console=stderr_console(), refresh_per_second=5)
+            # stdout that is redirected to a file stays there
+            redirect = sys.stdout.isatty()
+            self._bar = Bar(*columns, console=stderr_console(), refresh_per_second=5, redirect_stdout=redirect)
             self._task = self._bar.add_task(self.label, total=self.total, completed=self._start, text="")
             self._bar.start()
         return self
@@ -45,6 +49,14 @@ class Progress:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if self._bar is not None:
             self._bar.stop()
+
+    @property
+    def draws(self) -> bool:
+        return self._bar is not None
+
+    def drawn(self) -> Any:
+        """The bar as rich draws it."""
+        return self._bar.get_renderable()
 
     def update(
         self, done: int, text: str, force: bool = False, seconds_left: float | None = None, total: int | None = None

@@ -4,13 +4,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Tag
 
-from lmtrain.config.section import FreeText, RunPath, Section, by_type, changeable
+from lmtrain.config.section import RunPath, Section, by_type, changeable
 
 
 class WandbConfig(Section):
     """Weights & Biases. Works offline when there is no key or no network.
 
-    Settings after `save_xla_dumps` are further keywords of `wandb.init`, passed unchanged; null: W&B's default.
+    `init` has further keywords of `wandb.init`, passed unchanged; null: W&B's default.
     """
 
     type: Literal["wandb"] = changeable("wandb", description="Tracker type")
@@ -27,33 +27,14 @@ class WandbConfig(Section):
         "allow", description="Resume mode for an existing run of this id: see wandb.init(resume=...)"
     )
     save_code: bool = changeable(
-        True, description="Save the git repository of the main script with the run: commit, files and changes"
+        True, description="Save the files that git tracks with the run, from the repository of the main script"
     )
     save_xla_dumps: bool = changeable(
         False, description="Upload the folder of XLA dumps to W&B; requires XLA_FLAGS=--xla_dump_to=FOLDER"
     )
-    notes: FreeText | None = changeable(None, description="Notes: a longer description of the run")
-    job_type: str | None = changeable(None, description="Job type of the run within its group")
-    dir: str | None = changeable(None, description="Folder for W&B's own files; null: log_dir")
-    config: dict[str, Any] | None = changeable(
-        None, description="Further hyperparameters, in addition to the run's settings"
+    init: dict[str, Any] = changeable(
+        {}, description="Further keywords of wandb.init, such as notes, job_type, resume_from and settings"
     )
-    config_exclude_keys: list[str] | None = changeable(None, description="Hyperparameters of `config` to leave out")
-    config_include_keys: list[str] | None = changeable(
-        None, description="Hyperparameters of `config` to include; all others are left out"
-    )
-    allow_val_change: bool | None = changeable(
-        None, description="Allow later starts to change hyperparameters in `config`"
-    )
-    force: bool | None = changeable(None, description="Require a W&B login; without one the tracker fails")
-    reinit: bool | str | None = changeable(None, description="Behavior of wandb.init if the process already has a run")
-    resume_from: str | None = changeable(None, description="Rewind a run and resume it from a step: RUN_ID?_step=N")
-    fork_from: str | None = changeable(None, description="Fork a run at a step: RUN_ID?_step=N")
-    tensorboard: bool | None = changeable(None, description="Old name of sync_tensorboard")
-    sync_tensorboard: bool | None = changeable(None, description="Copy TensorBoard logs to W&B")
-    monitor_gym: bool | None = changeable(None, description="Record videos of OpenAI Gym environments")
-    anonymous: str | None = changeable(None, description="Deprecated by W&B, has no effect")
-    settings: dict[str, Any] | None = changeable(None, description="Fields of wandb.Settings, by name")
 
 
 class TensorboardConfig(Section):

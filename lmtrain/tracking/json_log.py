@@ -19,7 +19,7 @@ from lmtrain.runtime.storage import remove_temporaries, write_atomically
 class JsonLog:
     """One object per line: `{"step": 100, "train/loss": 3.1, ...}`.
 
-    `losses` are the training losses of the steps that it already contains, `names` the metrics of step `step`.
+    `names` are the metrics of step `step` that it already contains.
 
     Opening it for a run that resumes after `step` updates drops the lines of later steps and a truncated last line, so
     that no metric appears twice, however often a run is killed.
@@ -31,12 +31,9 @@ class JsonLog:
         folder = os.path.dirname(path) or "."
         os.makedirs(folder, exist_ok=True)
         kept: list[str] = []
-        self.losses: list[float] = []
         self.names: set[str] = set()
         for line, values in _read_lines(path, step):
             kept.append(line)
-            if values.get("train/loss") is not None:
-                self.losses.append(values["train/loss"])
             if values["step"] == step:
                 self.names |= values.keys()
         self._is_new = not kept

@@ -26,11 +26,6 @@ class Trackers:
         self._others = others
 
     @property
-    def losses(self) -> Sequence[float]:
-        """Training losses of the steps before a resumed run continues."""
-        return [] if self._json is None else self._json.losses
-
-    @property
     def names(self) -> set[str]:
         """Names of the metrics already logged for the last step before a resumed run continues."""
         return set() if self._json is None else self._json.names
@@ -77,15 +72,16 @@ def open_trackers(
     run: str,
     step: int,
     on_removed: Callable[[], None] = lambda: None,
+    secrets: Sequence[str] = (),
 ) -> Trackers:
     """Open all trackers for a run after `step` updates. Those that start slowly do so in the background.
 
-    `on_removed` is called if the log folder is removed while the run writes to it.
+    `on_removed` is called if the log folder is removed while the run writes to it. `secrets` are those of the config.
 
     Raises `UserError` for a custom tracker that cannot be imported, and for a log that cannot be written.
     """
     log_dir = log_dir.rstrip("/")
-    openers = [(config.type, _opener(config, log_dir, run, step)) for config in configs]
+    openers = [(config.type, _opener(config, log_dir, run, step, secrets)) for config in configs]
     others = [BackgroundTracker(name, opener) for name, opener in openers if opener is not None]
     path = f"{log_dir}/{run}.metrics.jsonl"
     try:
@@ -100,20 +96,22 @@ def check_trackers(configs: Sequence[TrackerConfig]) -> None:
         _opener(config, "", "", 0)
 
 
-def _opener(config: TrackerConfig, log_dir: str, run: str, step: int) -> Callable[[], Tracker] | None:
+def _opener(
+    config: TrackerConfig, log_dir: str, run: str, step: int, secrets: Sequence[str] = ()
+) -> Callable[[], Tracker] | None:
     """A function that opens a tracker; only the modules of configured trackers are imported. Raises `UserError`."""
     match config:
         case TensorboardConfig():
             return partial(TensorboardTracker, run_path(config.logdir, run), step)
         case WandbConfig():
             from lmtrain.tracking.provenance import xla_dump_folder
-            from lmtrain.tracking.wandb import WandbTracker, check_settings
+            from lmtrain.tracking.wandb import WandbTracker, check_keywords
 
             if config.save_xla_dumps:
                 xla_dump_folder()
-            if config.settings:
-                check_settings(config.settings)
-            return partial(WandbTracker, config, run, log_dir)
+            if config.init:
+                check_keywords(config.init)
+            return partial(WandbTracker, config, run, log_dir, secrets)
         case TrackioConfig():
             check_installed()
             return partial(TrackioTracker, config, run)

@@ -1,113 +1,67 @@
-"""Provenance of a run: the code it was started from, which is stored in its log folder, and XLA dumps.
+"""Provenance of a run: facts about the git repository that it was started from, its code files, and XLA dumps."""
 
-Both are artifacts of its trackers.
-"""
-
-import json
 import os
 import shlex
 import subprocess
 import sys
-import threading
 from collections.abc import Sequence
+from typing import Any
 
 from lmtrain.runtime.errors import UserError
 from lmtrain.runtime.logging import log
 from lmtrain.runtime.redact import MASK, redact, without
-from lmtrain.tracking.config import TrackerConfig, WandbConfig
-from lmtrain.tracking.tracker import Tracker
 
-# Maximum total size of a repository's files to archive; larger ones are recorded by their commit only.
-_MAX_ARCHIVE_BYTES = 64 << 20
-_GIT_SECONDS = 30.0
-# Options for a diff that `git apply` accepts, independent of the user's git settings.
-_PLAIN = ("--binary", "--no-color", "--no-ext-diff", "--no-textconv", "--src-prefix=a/", "--dst-prefix=b/")
+# Timeout of a call of git, which may wait for a slow file system.
+_GIT_SECONDS = 2.0
+# Maximum total size of the files to save.
+_MAX_BYTES = 64 << 20
 
 
-class Provenance:
-    """Saves what the W&B trackers in `configs` enable: the code in the background, XLA's dump folder at the end.
+def git_facts() -> dict[str, Any] | None:
+    """Commit, branch, remote (without credentials) and `changed`: whether tracked files differ from the commit.
 
-    `secrets` are those of the run's config, which the code may contain.
+    What git does not know, or not in time, is null. Returns None if there is no repository or no git.
     """
-
-    def __init__(
-        self, configs: Sequence[TrackerConfig], folder: str, run: str, tracker: Tracker, secrets: Sequence[str] = ()
-    ):
-        wandb = [config for config in configs if isinstance(config, WandbConfig)]
-        self._folder, self._run, self._tracker, self._secrets = folder, run, tracker, secrets
-        self._dumps = any(config.save_xla_dumps for config in wandb)
-        self._thread = threading.Thread(target=self._keep_code, name="keeping the code", daemon=True)
-        if any(config.save_code for config in wandb):
-            self._thread.start()
-
-    def finish(self) -> None:
-        """Call before the trackers are finished."""
-        if self._thread.is_alive():
-            self._thread.join(_GIT_SECONDS)
-        if self._dumps:
-            self._hand_over(find_xla_dumps(), "xla-dumps")
-
-    def _keep_code(self) -> None:
-        self._hand_over(keep_code(os.path.join(self._folder, "code"), secrets=self._secrets), "code")
-
-    def _hand_over(self, path: str | None, kind: str) -> None:
-        if path is not None:
-            self._tracker.artifact(path, f"{self._run}-{kind}", kind)
-
-
-def keep_code(folder: str, start: str | None = None, secrets: Sequence[str] = ()) -> str | None:
-    """Save the git repository of the main script to `folder`; returns None if there is none.
-
-    For the command `lmtrain`, which is not a user's script, it is the repository of the current folder.
-
-    `git.json` has commit, branch, remote and changed files, `changes.diff` the differences from the commit, and
-    `code.tar.gz` the files of the commit. `secrets` are masked in the differences, and files with them are left out of
-    the archive.
-    """
-    try:
-        root = _find_repository([start] if start else _candidates(os.path.abspath(sys.argv[0])))
-        if root is None:
-            return None
-        os.makedirs(folder, exist_ok=True)
-        repository = describe_repository(root)
-        with open(os.path.join(folder, "git.json"), "w", encoding="utf-8") as file:
-            json.dump(repository, file, indent=2, ensure_ascii=False)
-        changes = _git(root, "diff", *_PLAIN, "HEAD") if repository["commit"] else b""
-        masked = without(changes.decode(errors="surrogateescape"), secrets).encode(errors="surrogateescape")
-        if masked != changes:
-            log.warning(f"secrets of the config are masked in {folder}/changes.diff, so it may not apply")
-        with open(os.path.join(folder, "changes.diff"), "wb") as file:
-            file.write(masked)
-        if repository["commit"]:
-            _archive(root, os.path.join(folder, "code.tar.gz"), secrets)
-        return folder
-    except (OSError, subprocess.SubprocessError) as error:
-        log.warning(f"the code could not be saved with the run: {error}; training continues")
+    if (root := code_root()) is None:
         return None
-
-
-def describe_repository(root: str) -> dict[str, object]:
-    """Commit, branch, remote (without passwords) and changed files of a git repository; null where there is none."""
-    remote = _line(root, "config", "--get", "remote.origin.url")
+    changes = _git(root, "status", "--porcelain", "--untracked-files=no")
     return {
-        "root": root,
-        "commit": _line(root, "rev-parse", "--verify", "HEAD"),
-        "branch": _line(root, "symbolic-ref", "--short", "HEAD"),
-        "remote": remote and _without_credentials(remote),
-        "changed": _git(root, "status", "--porcelain").decode(errors="replace").splitlines(),
+        "commit": _git(root, "rev-parse", "--verify", "HEAD") or None,
+        "branch": _git(root, "symbolic-ref", "--short", "HEAD") or None,
+        "changed": None if changes is None else bool(changes),
+        "remote": _without_credentials(_git(root, "config", "--get", "remote.origin.url") or "") or None,
     }
 
 
 def remote_with_credentials() -> str | None:
     """The remote of the current folder's git repository without its credentials; None if it has none."""
-    root = _find_repository([os.getcwd()])
-    remote = None if root is None else _line(root, "config", "--get", "remote.origin.url")
-    shown = None if remote is None else _without_credentials(remote)
+    remote = _git(os.getcwd(), "config", "--get", "remote.origin.url") or ""
+    shown = _without_credentials(remote)
     return None if shown == remote else shown
 
 
-def _without_credentials(remote: str) -> str:
-    return redact(remote).replace(f"{MASK}@", "")
+def code_root() -> str | None:
+    """The git repository of the main script; for the command `lmtrain` that of the current folder, None if none."""
+    script = os.path.abspath(sys.argv[0])
+    folder = os.path.dirname(script)
+    is_command = not script.endswith(".py") or os.path.basename(folder) == "lmtrain"  # installed, or `python -m`
+    folders = [os.getcwd(), folder] if is_command else [folder, os.getcwd()]
+    return next((root for place in folders if (root := _git(place, "rev-parse", "--show-toplevel"))), None)
+
+
+def code_files(root: str, secrets: Sequence[str] = ()) -> set[str]:
+    """Paths of the files that git tracks, as they are now, without links, .env files and files that hold `secrets`."""
+    listed = _git(root, "ls-files", "-z") or ""
+    paths = (os.path.join(root, name) for name in listed.split("\0") if name and not _is_environment(name))
+    files = {path for path in paths if os.path.isfile(path) and not os.path.islink(path)}
+    if (size := sum(map(os.path.getsize, files))) > _MAX_BYTES:
+        log.info(f"the code of {root} is large ({size >> 20} MiB): only its commit is saved, not its files")
+        return set()
+    holding = {path for path in files if _holds(path, secrets)}
+    if holding:
+        names = ", ".join(sorted(os.path.relpath(path, root) for path in holding))
+        log.warning(f"{names}: not saved with the code, as they hold secrets of the config")
+    return files - holding
 
 
 def xla_dump_folder() -> str:
@@ -131,63 +85,27 @@ def find_xla_dumps() -> str | None:
     return None
 
 
-def _candidates(script: str) -> list[str]:
-    """Folders in which to look for a repository, the most likely first."""
-    folder = os.path.dirname(script)
-    is_command = not script.endswith(".py") or os.path.basename(folder) == "lmtrain"  # installed, or `python -m`
-    return [os.getcwd(), folder] if is_command else [folder, os.getcwd()]
+def _is_environment(name: str) -> bool:
+    base = os.path.basename(name)
+    return base.startswith(".env") or base.endswith(".env")
 
 
-def _find_repository(folders: list[str]) -> str | None:
-    for folder in folders:
-        try:
-            return _git(folder, "rev-parse", "--show-toplevel").decode().strip()
-        except (subprocess.CalledProcessError, OSError):
-            continue  # no repository there, no such folder, or no git
-    return None
+def _holds(path: str, secrets: Sequence[str]) -> bool:
+    with open(path, encoding="utf-8", errors="surrogateescape", newline="") as file:
+        text = file.read()
+    return without(text, secrets) != text
 
 
-def _archive(root: str, path: str, secrets: Sequence[str]) -> None:
-    entries = [line.split(maxsplit=4) for line in _git(root, "ls-tree", "-r", "-l", "HEAD").splitlines()]
-    size = sum(int(size) for _, kind, _, size, _ in entries if kind == b"blob")
-    if size > _MAX_ARCHIVE_BYTES:
-        log.info(
-            f"the code of {root} is large ({size >> 20} MiB): only its commit and changes are saved, not its files"
-        )
-        return
-    holding = _files_with(root, secrets)
-    if holding:
-        log.warning(f"{', '.join(holding)}: not saved with the code, as they hold secrets of the config")
-    paths = ["--", ".", *(f":(exclude,literal){name}" for name in holding)] if holding else []
-    _git(root, "archive", "--format=tar.gz", "-o", os.path.abspath(path), "HEAD", *paths)
+def _without_credentials(remote: str) -> str:
+    return redact(remote).replace(f"{MASK}@", "")
 
 
-def _files_with(root: str, secrets: Sequence[str]) -> list[str]:
-    """Files of the commit that contain any of the secrets."""
-    searched = [secret for secret in secrets if without(secret, [secret]) != secret and "\n" not in secret]
-    if not searched:
-        return []
-    try:  # from standard input: command lines are visible to all users of a machine
-        names = _git(root, "grep", "-l", "-z", "-F", "-f", "-", "HEAD", text="\n".join(searched))
-    except subprocess.CalledProcessError as error:
-        if error.returncode == 1:  # none
-            return []
-        raise
-    return [name.partition(":")[2] for name in names.decode(errors="surrogateescape").split("\0") if name]
-
-
-def _line(root: str, *arguments: str) -> str | None:
+def _git(folder: str, *arguments: str) -> str | None:
+    """What git prints; None if it fails, is missing, or takes too long."""
+    # the user may be running git at the same time
+    command = ["git", "--no-optional-locks", "-C", folder, *arguments]
     try:
-        return _git(root, *arguments).decode(errors="replace").strip() or None
-    except subprocess.CalledProcessError:
+        done = subprocess.run(command, capture_output=True, check=True, timeout=_GIT_SECONDS)
+    except (OSError, subprocess.SubprocessError):
         return None
-
-
-def _git(folder: str, *arguments: str, text: str = "") -> bytes:
-    return subprocess.run(
-        ["git", "--no-optional-locks", "-C", folder, *arguments],  # the user may be running git at the same time
-        capture_output=True,
-        check=True,
-        timeout=_GIT_SECONDS,
-        input=text.encode(),
-    ).stdout
+    return done.stdout.decode(errors="surrogateescape").rstrip("\n")

@@ -3,11 +3,12 @@
 import configparser
 import contextlib
 import functools
+import inspect
 import netrc
 import os
 import re
 import urllib.parse
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import ValidationError
@@ -19,7 +20,7 @@ from lmtrain.runtime.logging import log
 from lmtrain.runtime.redact import redact
 from lmtrain.runtime.storage import list_files
 from lmtrain.tracking.config import WandbConfig
-from lmtrain.tracking.provenance import remote_with_credentials
+from lmtrain.tracking.provenance import code_files, code_root, remote_with_credentials
 
 # Timeout of wandb.init: shorter than the wait for trackers at the end, so that a short run is offline before it ends.
 _INIT_SECONDS = 20.0
@@ -29,14 +30,17 @@ _MAX_NAME_CHARACTERS = 128
 DATA = "data_tokens"
 # Hosts under which versions of `wandb login` store the API key; the first is the current default.
 HOSTS = ("api.forge.coreweave.com", "api.wandb.ai")
-# Settings handled by lmtrain; all others are keywords of `wandb.init`.
-_OURS = {"type", "save_code", "save_xla_dumps"}
+# Settings that are no keywords of `wandb.init`.
+_OURS = {"type", "save_code", "save_xla_dumps", "init"}
 
 
 class WandbTracker:
-    """Resumes the W&B run of the same id after a restart. Without an API key it logs offline, with a message."""
+    """Resumes the W&B run of the same id after a restart. Without an API key it logs offline, with a message.
 
-    def __init__(self, config: WandbConfig, run: str, log_dir: str):
+    `secrets` are those of the run's config; code files that hold one are not saved.
+    """
+
+    def __init__(self, config: WandbConfig, run: str, log_dir: str, secrets: Sequence[str] = ()):
         import wandb  # slow to import; only the tracker's thread waits for it
 
         mode = config.mode
@@ -48,9 +52,10 @@ class WandbTracker:
             log.info(f"W&B: WANDB_MODE=offline, logging to {log_dir}; upload it later with `wandb sync`")
         elif from_environment == "disabled":
             log.warning("W&B: WANDB_MODE=disabled, nothing is logged to W&B; unset it to log")
-        keywords = {name: value for name, value in config.model_dump(exclude=_OURS).items() if value is not None}
-        keywords |= {"name": config.name or run, "id": config.id or run, "dir": config.dir or log_dir}
-        if config.resume_from or config.fork_from:  # W&B accepts only one of the three
+        keywords = {"dir": log_dir} | config.model_dump(exclude=_OURS) | config.init
+        keywords = {name: value for name, value in keywords.items() if value is not None}
+        keywords |= {"name": config.name or run, "id": config.id or run}
+        if "resume_from" in keywords or "fork_from" in keywords:  # W&B accepts only one of the three
             keywords.pop("resume", None)
         settings = {"silent": True, "init_timeout": _INIT_SECONDS, **keywords.pop("settings", {})}
         if (remote := remote_with_credentials()) is not None:  # W&B would save the user name, which may be a token
@@ -65,6 +70,17 @@ class WandbTracker:
             log.warning(f"W&B is not available ({reason}): logging offline to {log_dir}; upload it with `wandb sync`")
             wandb.teardown()  # a pending connection attempt holds the run's id
             self._run = start(mode="offline")
+        if config.save_code and not self._run.disabled:
+            try:
+                self._save_code(f"{run}-code", secrets)
+            except Exception as error:  # any error of W&B: the run is more than its code
+                log.warning(f"W&B: the code could not be saved with the run: {error}")
+
+    def _save_code(self, name: str, secrets: Sequence[str]) -> None:
+        root = code_root()
+        files = set() if root is None else code_files(root, secrets)
+        if files:
+            self._run.log_code(root, _artifact_name(name), include_fn=files.__contains__)
 
     def hyperparameters(self, config: Mapping[str, Any]) -> None:
         before = self._run.config.get(DATA)  # of an existing W&B run
@@ -84,8 +100,7 @@ class WandbTracker:
     def artifact(self, path: str, name: str, kind: str) -> None:
         import wandb
 
-        allowed = re.sub(r"[^\w.-]", "_", name, flags=re.ASCII)[-_MAX_NAME_CHARACTERS:]
-        artifact = wandb.Artifact(allowed, type=kind)
+        artifact = wandb.Artifact(_artifact_name(name), type=kind)
         if os.path.isdir(path):
             for file in list_files(path):  # add_dir would print a message
                 artifact.add_file(os.path.join(path, file), name=file)
@@ -102,10 +117,25 @@ class WandbTracker:
         self._run.finish()
 
 
-def check_settings(settings: Mapping[str, Any]) -> None:
-    """Raise `UserError` for unknown fields of `wandb.Settings`, or invalid values."""
+def _artifact_name(name: str) -> str:
+    return re.sub(r"[^\w.-]", "_", name, flags=re.ASCII)[-_MAX_NAME_CHARACTERS:]
+
+
+def check_keywords(keywords: Mapping[str, Any]) -> None:
+    """Raise `UserError` for unknown keywords of `wandb.init`, and unknown or invalid fields of `wandb.Settings`."""
     import wandb
 
+    known = inspect.signature(wandb.init).parameters
+    for name in keywords:
+        if name in WandbConfig.model_fields:
+            raise UserError(f"trainer.tracker.init.{name}: set trainer.tracker.{name} instead")
+        if name not in known:
+            hint = suggest_name(name, known)
+            advice = f"; did you mean {hint!r}?" if hint else ""
+            raise UserError(f"trainer.tracker.init.{name}: wandb.init has no such keyword{advice}")
+    settings = keywords.get("settings") or {}
+    if not isinstance(settings, Mapping):
+        raise UserError("trainer.tracker.init.settings: expected a map of fields of wandb.Settings")
     try:
         wandb.Settings(**settings)
     except ValidationError as error:
@@ -113,7 +143,9 @@ def check_settings(settings: Mapping[str, Any]) -> None:
         name = dotted(path[:1])
         hint = suggest_name(name, wandb.Settings.model_fields)
         advice = f"; did you mean {hint!r}?" if hint and hint != name else ""
-        raise UserError(f"trainer.tracker: wandb.Settings does not accept settings.{name}: {message}{advice}") from None
+        raise UserError(
+            f"trainer.tracker.init: wandb.Settings does not accept settings.{name}: {message}{advice}"
+        ) from None
 
 
 def has_key() -> bool:

@@ -232,3 +232,22 @@ def test_an_unknown_setting_gets_the_advice_with_its_place(tmp_path):
     assert any(line.startswith(f"{path}:2: model.n_layer: no such setting; set model.num_layers") for line in lines)
     assert any(line.startswith("--trainer.require_accelerator: no such setting; remove it") for line in lines)
     assert "--trainer.num_train_step: no such setting; did you mean trainer.num_train_steps?" in lines
+
+
+@pytest.mark.parametrize("by_flag", [False, True])
+@pytest.mark.parametrize("listed", [False, True])
+def test_keywords_of_wandb_are_set_in_init_with_a_notice(load, by_flag, listed):
+    tracker = "{project: p, notes: n, job_type: null, init: {force: true}}"
+    text = f"trainer:\n  tracker: {f'[{{type: json}}, {tracker}]' if listed else tracker}\n"
+    flags = [("trainer.wandb.notes" if listed else "trainer.tracker.notes", "m")] if by_flag else []
+    config, layer = load(text, *flags)
+    wandb = config.trainer.tracker[-1]
+    assert (wandb.project, wandb.init) == ("p", {"force": True, "notes": "m" if by_flag else "n"})
+    assert sum("init.notes" in notice for notice in layer.notices) == 1 + by_flag
+
+
+def test_a_keyword_of_wandb_that_is_set_twice_is_an_error_and_that_of_another_tracker_is_unchanged(load):
+    with pytest.raises(UserError, match=r"main.yaml:2: trainer\.tracker\.notes"):
+        load("trainer:\n  tracker: {notes: a, init: {notes: b}}\n")
+    with pytest.raises(UserError, match=r"trainer\.tracker\.notes"):
+        load("trainer: {tracker: {type: json, notes: a}}\n")

@@ -167,7 +167,8 @@ def test_goodput_accounts_for_all_of_the_time(seen):
 def test_the_files_of_the_run_are_in_its_folder(seen):
     folder = seen[0] / "logs" / RUN
     assert "my_trackers.Hangs" in (folder / "config.yaml").read_text()
-    assert json.loads((folder / "code" / "git.json").read_text())["commit"]
+    (checkpoint, *_) = (seen[0] / "checkpoints" / RUN).glob("step-*/run.json")
+    assert json.loads(checkpoint.read_text())["git"]["commit"]
     assert list(folder.glob("profiler/plugins/profile/*/*.xplane.pb"))
     assert list(folder.glob("profiler/plugins/profile/*/perfetto_trace.json.gz"))
     assert list(seen[0].glob("logs/wandb/offline-run-*/run-*.wandb"))

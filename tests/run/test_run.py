@@ -276,8 +276,7 @@ def test_a_value_that_an_earlier_version_masked_is_filled_too(load, saved):
 def test_a_setting_of_wandb_is_left_to_its_environment_variable(saved):
     filled = fill_masked(saved, None, {"WANDB_API_KEY": "from environment", "WANDB_PASSWORD": "of no setting"})
     (tracker,) = filled.config.trainer.tracker
-    assert tracker.settings == {}
-    assert tracker.config == {"deep": {"password": "***"}}
+    assert tracker.init == {"settings": {}, "config": {"deep": {"password": "***"}}}
 
 
 def test_a_config_without_masked_values_is_unchanged(load):
@@ -293,8 +292,8 @@ def test_missing_secrets_are_an_error_that_names_all_fields(saved):
     assert lines[0].endswith("saved.yaml: secrets are masked, since they are not saved with a run")
     assert sorted(lines[1:-1]) == [
         "  trainer.checkpointer.base_path",
-        "  trainer.tracker[0].config.deep.password",
-        "  trainer.tracker[0].settings.api_key: set WANDB_API_KEY",
+        "  trainer.tracker[0].init.config.deep.password",
+        "  trainer.tracker[0].init.settings.api_key: set WANDB_API_KEY",
     ]
     assert "--run ID" in lines[-1]
 

@@ -1,12 +1,15 @@
 """Progress of a run: lines of text without a terminal, a live view on a terminal."""
 
 import io
+import re
 import sys
 from types import SimpleNamespace
 
 import pytest
+import rich.console
 
 from lmtrain.runtime import progress
+from lmtrain.runtime.logging import log, logging_restored, start_console_log
 from lmtrain.tracking.console import Console, Evaluated, Shown
 
 SHOWN = Shown(step=1, loss=3.14159, learning_rate=6e-4, tokens_per_second=123_456.7, seconds_per_step=0.25)
@@ -54,7 +57,7 @@ def changed(**values) -> Shown:
     ],
 )
 def test_without_a_terminal_a_line_has_all_known_values(capsys, values, line):
-    with Console("one", 1000, 0, is_first=True) as console:
+    with Console(1000, 0, is_first=True) as console:
         console.show(changed(**values))
     out, err = capsys.readouterr()
     assert out == ""
@@ -63,7 +66,7 @@ def test_without_a_terminal_a_line_has_all_known_values(capsys, values, line):
 
 
 def test_the_first_and_the_last_step_have_a_line_and_an_evaluation_is_in_the_next_line(capsys):
-    with Console("one", 4, 0, is_first=True) as console:
+    with Console(4, 0, is_first=True) as console:
         for step in range(1, 5):
             console.show(changed(step=step, evaluated=Evaluated(2, 3.5) if step > 2 else None))
             console.show_evaluation(Evaluated(step, 2.0))
@@ -75,7 +78,7 @@ def test_the_first_and_the_last_step_have_a_line_and_an_evaluation_is_in_the_nex
 def test_a_line_is_printed_every_few_seconds_with_the_time_left_at_the_speed_of_the_last_steps(capsys, monkeypatch):
     now = [1000.0]
     monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    with Console("one", 100, 10, is_first=True) as console:
+    with Console(100, 10, is_first=True) as console:
         now[0] += 60  # compilation
         for step in range(11, 31):
             now[0] += 1
@@ -88,24 +91,65 @@ def test_a_line_is_printed_every_few_seconds_with_the_time_left_at_the_speed_of_
 @pytest.mark.parametrize("terminal", [True, False])
 def test_the_other_processes_of_a_run_are_quiet(capsys, on_terminal, terminal):
     file = on_terminal() if terminal else io.StringIO()
-    with Console("one", 2, 0, is_first=False) as console:
+    with Console(2, 0, is_first=False) as console:
         console.show(changed(step=1))
         console.show_evaluation(Evaluated(1, 3.0))
         console.show(changed(step=2))
     assert (file.getvalue(), *capsys.readouterr()) == ("", "", "")
 
 
-def test_on_a_terminal_there_is_a_view_with_earlier_losses_and_no_lines(on_terminal):
+def as_text(console, width=120):
+    """The lines that are drawn, without the bar."""
+    shown = rich.console.Console(record=True, width=width, file=io.StringIO())
+    shown.print(console.drawn())
+    return [line.removeprefix("train").strip(" ━╸╺\n") for line in shown.export_text().splitlines()]
+
+
+def test_on_a_terminal_all_values_are_under_one_another_and_there_are_no_lines(on_terminal):
     terminal = on_terminal()
-    with Console("one  gpt2", 1000, 8, is_first=True, losses=[8, 7, 6, 5, 4, 3, 2]) as console:
+    with Console(1000, 8, is_first=True) as console:
+        assert as_text(console) == ["compiling the first step"]
         console.show_evaluation(Evaluated(5, 9.9))  # before the first step there is no view to show it in
-        console.show(changed(step=9, loss=1.0))
+        console.evaluating(1, 5, "batches")
+        assert as_text(console) == ["evaluating, 1 of 5 batches"]
+        console.show(changed(step=9, status="shard [red].jsonl", next_evaluation=12, next_save=20, mfu=41.23))
         console.show_evaluation(Evaluated(9, 2.71828))  # at once
+        assert as_text(console) == [
+            "loss 3.1416, eval 2.7183 at step 9",
+            "lr 6.00e-04, 123,457 tokens/s, MFU 41.2 %",
+            "evaluation at step 12, checkpoint at step 20",
+            "shard [red].jsonl",
+            "9/1,000, 4m08s left",
+        ]
+        console.evaluating(2, 5, "batches")
+        assert "evaluating, 2 of 5 batches" in as_text(console)
+        assert all(len(line) <= 40 for line in as_text(console, 40))
+        console.show(changed(step=1000))
+        assert as_text(console)[-1] == "1,000/1,000"
     sent = terminal.getvalue()
-    for part in ("one  gpt2", "9/1,000", "███▇▅▄▂▁", "2.7183  after step 9"):
-        assert part in sent
-    assert "train " not in sent
+    assert "train 9" not in sent
     assert "9.9" not in sent
+
+
+@pytest.mark.parametrize("columns", ["100", "0"])
+def test_on_a_terminal_the_complete_log_is_above_the_view(on_terminal, monkeypatch, columns):
+    terminal = on_terminal()
+    monkeypatch.setenv("COLUMNS", columns)
+    monkeypatch.setenv("LINES", "40")
+    lines = ["before it", *(f"line {step} [red]of the log[/nothing]" for step in range(1, 6))]
+    with logging_restored():
+        start_console_log()
+        log.info(lines[0])
+        with Console(5, 0, is_first=True) as console:
+            for step in range(1, 6):
+                log.info(lines[step])
+                console.show(changed(step=step))
+        log.info("after it")
+    sent = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", terminal.getvalue()).replace("\r", "\n").splitlines()
+    sent = [line.rstrip() for line in sent if line.strip()]
+    logged = [*lines, "after it"]
+    assert [line for line in sent if line in logged] == logged
+    assert sent[-2].strip() == "5/5"
 
 
 @pytest.mark.parametrize("where", ["lines", "view"])
@@ -115,7 +159,7 @@ def test_it_closes_properly_after_any_error(on_terminal, where):
     before = sys.stderr, sys.stdout
 
     def run():
-        with Console("one", 10, 0, is_first=True) as console:
+        with Console(10, 0, is_first=True) as console:
             console.show(SHOWN)
             raise KeyboardInterrupt
 
@@ -128,12 +172,12 @@ def test_it_closes_properly_after_any_error(on_terminal, where):
 def test_a_terminal_without_cursor_movement_has_lines(on_terminal, name):
     """A live view would show nothing on it until the end."""
     terminal = on_terminal(name)
-    with Console("one", 10, 0, is_first=True) as console:
+    with Console(10, 0, is_first=True) as console:
         console.show(SHOWN)
     assert terminal.getvalue().splitlines() == ["train 1/10, loss 3.142, lr 6.00e-04, 123,457 tokens/s, 2s left"]
 
 
 def test_an_evaluation_before_the_first_step_of_a_resumed_run_names_its_step(capsys):
-    with Console("a run", 30, 6, is_first=True) as console:
+    with Console(30, 6, is_first=True) as console:
         console.evaluating(1, 300, "batches")
     assert "6/30, evaluating, 1 of 300 batches" in capsys.readouterr().err

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import math
 import os
 import resource
 import shutil
@@ -76,18 +75,6 @@ def test_lines_after_the_restored_step_are_dropped_and_the_others_do_not_change(
     assert [line["step"] for line in read(path)] == expected
     assert path.read_bytes().splitlines()[:restored] == before
     assert os.listdir(path.parent) == [path.name]
-
-
-def test_the_losses_of_earlier_steps_are_read(path):
-    log = JsonLog(str(path), 0)
-    for step, metrics in ((1, {"train/loss": 3.0}), (1, {"eval/loss": 9.0}), (2, {"train/loss": math.nan})):
-        log.log(metrics, step)
-    for step in (3, 4):
-        log.log({"train/loss": 1.0 / step}, step)
-    log.finish()
-    log = JsonLog(str(path), 3)
-    log.finish()
-    assert log.losses == [3.0, 1.0 / 3]
 
 
 def test_all_lines_of_the_restored_step_are_kept(path):

@@ -1,24 +1,20 @@
-"""Provenance of a run: its code from a real git repository, and XLA dumps."""
+"""Provenance of a run: facts about a real git repository, the code files to save, and XLA dumps."""
 
-import json
 import logging
 import os
 import shutil
 import subprocess
 import sys
-import tarfile
-import threading
 
 import pytest
 
 from lmtrain.runtime.errors import UserError
-from lmtrain.tracking import provenance as keep
-from lmtrain.tracking.config import JsonConfig, WandbConfig
+from lmtrain.tracking import provenance
 from lmtrain.tracking.provenance import (
-    Provenance,
-    describe_repository,
+    code_files,
+    code_root,
     find_xla_dumps,
-    keep_code,
+    git_facts,
     remote_with_credentials,
     xla_dump_folder,
 )
@@ -58,58 +54,32 @@ def repository(tmp_path):
 
 
 @pytest.fixture
-def folder(tmp_path):
-    return tmp_path / "logs" / "run-1" / "code"
-
-
-@pytest.fixture
 def logged(caplog):
     """`logged()` returns the messages logged so far."""
     caplog.set_level(logging.INFO, "lmtrain")
     return lambda: [record.getMessage() for record in caplog.records]
 
 
-def change(repository):
-    """One file changed, another changed and staged, a new one staged, and one untracked."""
-    (repository / "main.py").write_text("print(2)\n")
-    (repository / "within" / "weights.bin").write_bytes(bytes(range(255, -1, -1)))
-    git(repository, "add", "within/weights.bin")
-    (repository / "new.py").write_text("new\n")
-    git(repository, "add", "new.py")
-    (repository / "scratch.txt").write_text("not git's")
+@pytest.fixture
+def script(repository, monkeypatch):
+    """The main script of this process is in the repository."""
+    monkeypatch.setattr(sys, "argv", [str(repository / "main.py")])
+    return repository
 
 
-def files(place):
-    """The files of a working tree, without .git."""
-    paths = [path for path in place.rglob("*") if path.is_file() and ".git" not in path.parts]
-    return {str(path.relative_to(place)): path.read_bytes() for path in paths}
+def names(root, secrets=()):
+    return {os.path.relpath(path, root) for path in code_files(str(root), secrets)}
 
 
-def restore(folder, place):
-    """Restore the saved code: the archive with the changes applied."""
-    with tarfile.open(folder / "code.tar.gz") as archive:
-        archive.extractall(place, filter="data")
-    if (folder / "changes.diff").stat().st_size:
-        git(place, "apply", str(folder / "changes.diff"))
-    return files(place)
-
-
-def test_commit_branch_remote_and_changed_files_are_recorded(repository, folder):
-    git(repository, "remote", "add", "origin", "https://me:p@ss:word@example.org/team/code.git")
-    assert keep_code(str(folder), str(repository)) == str(folder)
-    expected = {
-        "root": str(repository),
-        "commit": git(repository, "rev-parse", "HEAD"),
-        "branch": "trunk",
-        "remote": "https://example.org/team/code.git",
-        "changed": [],
-    }
-    assert json.loads((folder / "git.json").read_text()) == expected
-    assert (folder / "changes.diff").read_bytes() == b""
-    change(repository)
-    git(repository, "checkout", "--quiet", "--detach")
-    changed = [" M main.py", "A  new.py", "M  within/weights.bin", "?? scratch.txt"]
-    assert describe_repository(str(repository)) == expected | {"branch": None, "changed": changed}
+def test_commit_branch_remote_and_whether_files_changed(script):
+    git(script, "remote", "add", "origin", "https://me:p@ss:word@example.org/team/code.git")
+    commit = git(script, "rev-parse", "HEAD")
+    facts = {"commit": commit, "branch": "trunk", "changed": False, "remote": "https://example.org/team/code.git"}
+    (script / "scratch.txt").write_text("not git's")
+    assert git_facts() == facts
+    (script / "main.py").write_text("print(2)\n")
+    git(script, "checkout", "--quiet", "--detach")
+    assert git_facts() == facts | {"branch": None, "changed": True}
 
 
 @pytest.mark.parametrize(
@@ -122,126 +92,88 @@ def test_commit_branch_remote_and_changed_files_are_recorded(repository, folder)
         ("../other", "../other"),
     ],
 )
-def test_only_the_credentials_of_a_remote_are_removed(repository, monkeypatch, url, kept):
-    monkeypatch.chdir(repository)
+def test_only_the_credentials_of_a_remote_are_removed(script, monkeypatch, url, kept):
+    monkeypatch.chdir(script)
     assert remote_with_credentials() is None
-    git(repository, "remote", "add", "origin", url)
-    assert describe_repository(str(repository))["remote"] == kept
+    git(script, "remote", "add", "origin", url)
+    assert git_facts()["remote"] == kept
     assert remote_with_credentials() == (None if kept == url else kept)
 
 
-def test_archive_and_changes_reproduce_the_code_that_was_run(repository, folder, tmp_path, logged):
-    change(repository)
-    keep_code(str(folder), str(repository / "within"), ["a-secret"])  # also from a subfolder
-    expected = files(repository)
-    del expected["scratch.txt"]
-    assert restore(folder, tmp_path / "restored") == expected
-    git(repository, "commit", "--quiet", "-a", "-m", "two")
-    keep_code(str(folder), str(repository))  # a second start
-    assert restore(folder, tmp_path / "again") == expected
-    assert logged() == []
-
-
-@pytest.mark.parametrize(
-    "setting",
-    ["color.ui=always", "diff.external=false", "diff.noprefix=true", "diff.mnemonicPrefix=true", "diff.b.textconv=wc"],
-)
-def test_changes_can_be_applied_with_any_git_settings_of_the_user(repository, folder, home, tmp_path, setting):
-    change(repository)
-    (repository / ".git" / "info" / "attributes").write_text("*.py diff=b\n")
-    keep_code(str(folder), str(repository))
-    expected = (folder / "changes.diff").read_bytes()
-    subprocess.run(["git", "config", "--global", *setting.split("=")], check=True)
-    keep_code(str(folder), str(repository))
-    assert (folder / "changes.diff").read_bytes() == expected
-    assert b"print(2)" in expected
-
-
-def test_reading_a_repository_takes_no_lock(repository):
-    os.utime(repository / "main.py", (1, 1))  # git status would refresh the index because of this
-    index = repository / ".git" / "index"
+def test_reading_a_repository_takes_no_lock(script):
+    os.utime(script / "main.py", (1, 1))  # git status would refresh the index because of this
+    index = script / ".git" / "index"
     before = index.read_bytes(), index.stat().st_mtime_ns
-    assert describe_repository(str(repository))["changed"] == []
+    assert git_facts()["changed"] is False
     assert (index.read_bytes(), index.stat().st_mtime_ns) == before
 
 
-def test_a_repository_without_a_commit_or_without_files_is_described(tmp_path, folder, logged):
-    root = tmp_path / "empty"
-    root.mkdir()
-    git(root, "init", "--quiet")
-    (root / "main.py").write_text("print(1)\n")
-    git(root, "add", "main.py")
-    assert keep_code(str(folder), str(root)) == str(folder)
-    repository = json.loads((folder / "git.json").read_text())
-    assert (repository["commit"], repository["branch"], repository["remote"]) == (None, "trunk", None)
-    assert repository["changed"] == ["A  main.py"]
-    assert sorted(os.listdir(folder)) == ["changes.diff", "git.json"]
-    git(root, "reset", "--quiet")
-    git(root, "commit", "--quiet", "--allow-empty", "-m", "one")
-    assert keep_code(str(folder), str(root), ["some-secret"]) == str(folder)
-    assert logged() == []
+def test_a_repository_without_a_commit_is_described(script):
+    shutil.rmtree(script / ".git")
+    git(script, "init", "--quiet")
+    git(script, "add", "main.py")
+    assert git_facts() == {"commit": None, "branch": "trunk", "changed": True, "remote": None}
+    assert names(script) == {"main.py"}
 
 
-@pytest.mark.parametrize("lacks", ["a repository", "the folder", "git"])
-def test_without_a_repository_or_git_nothing_is_saved_or_logged(
-    tmp_path, repository, folder, monkeypatch, logged, lacks
-):
-    (tmp_path / "empty").mkdir()
-    start = {"a repository": tmp_path / "empty", "the folder": tmp_path / "none", "git": repository}[lacks]
+@pytest.mark.parametrize("lacks", ["a repository", "the folder", "git", "time"])
+def test_without_a_repository_or_git_there_are_no_facts_and_no_code(script, tmp_path, monkeypatch, logged, lacks):
+    monkeypatch.chdir(tmp_path)
     if lacks == "git":
-        monkeypatch.setenv("PATH", str(folder))
-    assert keep_code(str(folder), str(start)) is None
-    assert not folder.exists()
+        monkeypatch.setenv("PATH", str(tmp_path))
+    elif lacks == "time":
+        monkeypatch.setattr(provenance, "_GIT_SECONDS", 0.0)
+    else:
+        folder = tmp_path if lacks == "a repository" else tmp_path / "none"
+        monkeypatch.setattr(sys, "argv", [str(folder / "main.py")])
+    assert (git_facts(), code_root(), remote_with_credentials()) == (None, None, None)
     assert logged() == []
 
 
-@pytest.mark.parametrize("problem", ["git hangs", "the folder cannot be written"])
-def test_code_that_cannot_be_saved_is_logged(repository, folder, monkeypatch, logged, problem):
-    if problem == "git hangs":
-        monkeypatch.setattr(keep, "_GIT_SECONDS", 0.0)
-    else:
-        folder.parent.mkdir(parents=True)
-        folder.write_text("in the way")
-    assert keep_code(str(folder), str(repository)) is None
-    (warning,) = logged()
-    assert warning.startswith("the code could not be saved with the run: ")
-    assert warning.endswith("; training continues")
-
-
-def test_a_large_repository_is_saved_without_its_files_which_is_logged(repository, folder, monkeypatch, logged):
-    monkeypatch.setattr(keep, "_MAX_ARCHIVE_BYTES", len("print(1)\n") + 256 - 1)
-    change(repository)
-    assert keep_code(str(folder), str(repository)) == str(folder)
-    assert sorted(os.listdir(folder)) == ["changes.diff", "git.json"]
-    (line,) = logged()
-    assert line.endswith("not its files")
-    monkeypatch.setattr(keep, "_MAX_ARCHIVE_BYTES", len("print(1)\n") + 256)
-    keep_code(str(folder), str(repository))
-    assert (folder / "code.tar.gz").exists()
-
-
-def test_a_submodule_has_no_size_for_any_name(repository, folder):
-    commit = git(repository, "rev-parse", "HEAD")
-    git(repository, "update-index", "--add", "--cacheinfo", f"160000,{commit},a blob within")
-    git(repository, "commit", "--quiet", "-m", "with a submodule")
-    assert keep_code(str(folder), str(repository)) == str(folder)
-
-
-def test_the_repository_of_the_main_script_takes_precedence_over_the_current_folder(
-    repository, folder, tmp_path, monkeypatch
-):
+def test_the_repository_of_the_main_script_takes_precedence_over_the_current_folder(repository, tmp_path, monkeypatch):
     other = tmp_path / "other"
     other.mkdir()
     git(other, "init", "--quiet")
     monkeypatch.chdir(other)
+    for main, root in (
+        (repository / "within" / "train.py", repository),
+        (tmp_path / "train.py", other),
+        (repository / "lmtrain", other),  # the installed command
+        (repository / "lmtrain" / "__main__.py", other),
+    ):
+        monkeypatch.setattr(sys, "argv", [str(main)])
+        assert code_root() == str(root)
 
-    def root(script):
-        monkeypatch.setattr(sys, "argv", [str(script)])
-        keep_code(str(folder))
-        return json.loads((folder / "git.json").read_text())["root"]
 
-    assert root(repository / "within" / "train.py") == str(repository)
-    assert root(tmp_path / "train.py") == str(other)
+def test_the_code_is_what_git_tracks_without_links_environment_files_and_secrets(repository, tmp_path, logged):
+    (tmp_path / "outside").write_text("theirs")
+    (repository / "link").symlink_to(tmp_path / "outside")
+    for name in (".env", ".env.local", "within/prod.env", "gone.py", "ü name.py"):
+        (repository / name).write_text("x")
+    (repository / "within" / "run.yaml").write_text("api_key: committed-key\n")
+    git(repository, "add", ".")
+    git(repository, "commit", "--quiet", "-m", "two")
+    (repository / "gone.py").unlink()
+    (repository / "new.py").write_text("staged")
+    git(repository, "add", "new.py")
+    (repository / "scratch.txt").write_text("not git's")
+    kept = {"main.py", "within/weights.bin", "within/run.yaml", "new.py", "ü name.py"}
+    assert names(repository) == kept
+    (repository / "main.py").write_text("login('changed-key')\n")  # the files as they are, not as committed
+    assert logged() == []
+    assert names(repository, ["committed-key", "changed-key", "short"]) == kept - {"main.py", "within/run.yaml"}
+    (warning,) = logged()
+    assert warning.startswith("main.py, within/run.yaml: ")
+
+
+def test_a_large_repository_has_no_code_which_is_logged(repository, monkeypatch, logged):
+    size = len("print(1)\n") + 256
+    monkeypatch.setattr(provenance, "_MAX_BYTES", size)
+    assert names(repository) == {"main.py", "within/weights.bin"}
+    monkeypatch.setattr(provenance, "_MAX_BYTES", size - 1)
+    assert names(repository) == set()
+    (line,) = logged()
+    assert str(repository) in line
 
 
 @pytest.mark.parametrize(
@@ -267,7 +199,7 @@ def test_without_the_flag_it_is_a_user_error(monkeypatch, flags):
     monkeypatch.delenv("XLA_FLAGS", raising=False)
     if flags is not None:
         monkeypatch.setenv("XLA_FLAGS", flags)
-    with pytest.raises(UserError, match="XLA_FLAGS=--xla_dump_to=FOLDER"):
+    with pytest.raises(UserError, match=r"trainer\.tracker\.save_xla_dumps"):
         xla_dump_folder()
 
 
@@ -292,81 +224,3 @@ def test_missing_dumps_are_logged(dumps, logged, empty):
     (warning,) = logged()
     assert str(dumps) in warning
     assert "compilation cache" in warning
-
-
-class Recorder:
-    def __init__(self):
-        self.artifacts = []
-
-    def artifact(self, path, name, kind):
-        self.artifacts.append((path, name, kind, sorted(os.listdir(path))))
-
-
-CODE, DUMPS = WandbConfig(), WandbConfig(save_code=False, save_xla_dumps=True)
-
-
-@pytest.mark.parametrize(
-    ("configs", "code", "xla"),
-    [
-        ([], False, False),
-        ([JsonConfig()], False, False),
-        ([WandbConfig(save_code=False)], False, False),
-        ([CODE], True, False),
-        ([JsonConfig(), DUMPS], False, True),
-        ([CODE, DUMPS], True, True),
-    ],
-)
-def test_only_what_wandb_trackers_enable_is_saved(repository, dumps, tmp_path, monkeypatch, configs, code, xla):
-    monkeypatch.setattr(sys, "argv", [str(repository / "main.py")])
-    folder, recorder = tmp_path / "logs" / "run-1", Recorder()
-    provenance = Provenance(configs, str(folder), "run-1", recorder)
-    provenance.finish()
-    expected = []
-    if code:
-        kept = ["changes.diff", "code.tar.gz", "git.json"]
-        expected.append((str(folder / "code"), "run-1-code", "code", kept))
-    if xla:
-        kept = ["module_0001.txt", "within"]
-        expected.append((str(dumps), "run-1-xla-dumps", "xla-dumps", kept))
-    assert recorder.artifacts == expected
-    assert folder.exists() == code
-
-
-def test_missing_code_and_dumps_are_not_passed_to_trackers(tmp_path, monkeypatch, dumps):
-    shutil.rmtree(dumps)
-    monkeypatch.setattr(sys, "argv", [str(tmp_path / "train.py")])
-    monkeypatch.chdir(tmp_path)
-    recorder = Recorder()
-    Provenance([CODE, DUMPS], str(tmp_path / "logs"), "run-1", recorder).finish()
-    assert recorder.artifacts == []
-
-
-def test_code_is_saved_in_the_background_and_finish_waits_for_it(tmp_path, monkeypatch):
-    gate, recorder = threading.Event(), Recorder()
-
-    def slow(folder, secrets):
-        assert gate.wait(300)
-        os.makedirs(folder)
-        return folder
-
-    monkeypatch.setattr(keep, "keep_code", slow)
-    provenance = Provenance([CODE], str(tmp_path / "logs"), "run-1", recorder)
-    assert recorder.artifacts == []
-    threading.Timer(0.05, gate.set).start()
-    provenance.finish()
-    assert [artifact[1] for artifact in recorder.artifacts] == ["run-1-code"]
-
-
-def test_secrets_of_the_config_are_not_saved_with_the_code(repository, folder, logged):
-    (repository / "within" / "run.yaml").write_text("api_key: committed-key\nlines: 1\n")
-    git(repository, "add", ".")
-    git(repository, "commit", "--quiet", "-m", "two")
-    (repository / "main.py").write_text("login('changed-key')\n")
-    keep_code(str(folder), str(repository), ["committed-key", "changed-key", "short"])
-    with tarfile.open(folder / "code.tar.gz") as archive:
-        assert {member.name for member in archive if member.isfile()} == {"main.py", "within/weights.bin"}
-    assert b"+login('***')" in (folder / "changes.diff").read_bytes()
-    assert [message for message in logged() if "secrets" in message] == [
-        f"secrets of the config are masked in {folder}/changes.diff, so it may not apply",
-        "within/run.yaml: not saved with the code, as they hold secrets of the config",
-    ]

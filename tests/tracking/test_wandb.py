@@ -24,14 +24,15 @@ from lmtrain.tracking.wandb import WandbTracker
 
 logging.basicConfig(level=logging.INFO, format="%(message)s")
 settings, folder = json.loads(sys.argv[1]), sys.argv[2]
-tracker = WandbTracker(WandbConfig(**settings), "run-1", folder)
+sys.argv[0] = os.path.join(folder, "code", "main.py")
+tracker = WandbTracker(WandbConfig(**settings), "run-1", folder, ["planted-secret"])
 tracker.hyperparameters({"model": {"hidden_dim": 32}, "note": None})
 tracker.log({"train/loss": 1.5}, 3)
 tracker.log({"train/loss": 1.25}, 7)
 tracker.text({"Once": " upon\\na"}, 7)
 tracker.summary({"parameters": 7})
 if os.path.exists("artifacts"):
-    tracker.artifact("artifacts/code", "run-1-code", "code")
+    tracker.artifact("artifacts/profile", "run-1-profile", "profile")
     tracker.artifact("artifacts/config.yaml", "a run/of mine: ü-config", "config")
     tracker.artifact("artifacts/config.yaml", "x" * 200 + "-again", "config")
 tracker.finish()
@@ -96,14 +97,21 @@ def updates(records):
 def offline(tmp_path_factory):
     """A run with artifacts, many keywords, `mode: null` and no key: its folder, mode, stderr and records."""
     folder = tmp_path_factory.mktemp("wandb")
-    code = folder / "artifacts" / "code"
+    profile = folder / "artifacts" / "profile"
+    (profile / "within").mkdir(parents=True)
+    (profile / "trace.json").write_text("{}")
+    (profile / "within" / "a file.txt").write_text("a")
+    code = folder / "code"
     (code / "within").mkdir(parents=True)
-    (code / "git.json").write_text("{}")
-    (code / "within" / "a file.txt").write_text("a")
+    for name, text in {"main.py": "a", "within/b.txt": "b", "key.py": "planted-secret", ".env": "c"}.items():
+        (code / name).write_text(text)
+    for arguments in (["init", "--quiet"], ["add", "."]):
+        subprocess.run(["git", "-C", str(code), *arguments], check=True)
+    (code / "untracked.py").write_text("d")
     (folder / "artifacts" / "config.yaml").write_text("model: {}")
     settings = {"project": "p", "name": "a name", "tags": ["a", "b"], "group": "g", "entity": "e"}
-    settings |= {"notes": "a longer text", "job_type": "pretraining", "resume": True}
-    settings |= {"config": {"cluster": "west"}, "settings": {"host": "somewhere"}}
+    settings |= {"resume": True, "init": {"notes": "a longer text", "job_type": "pretraining", "force": None}}
+    settings["init"] |= {"config": {"cluster": "west"}, "settings": {"host": "somewhere"}}
     mode, stderr = track(folder, settings)
     return folder, mode, stderr, read_records(folder)
 
@@ -111,9 +119,10 @@ def offline(tmp_path_factory):
 def test_without_a_key_it_logs_offline_with_advice_how_to_upload_and_prints_nothing_else(offline):
     folder, mode, stderr, _ = offline
     assert mode == "offline"
-    (line,) = stderr.splitlines()
+    line, code = stderr.splitlines()
     for part in ("no API key", str(folder), "`wandb sync`"):
         assert part in line
+    assert code.startswith("key.py: ")  # not saved, as it holds a secret
 
 
 def test_samples_are_a_table(offline):
@@ -164,7 +173,8 @@ def test_artifacts_are_recorded_with_their_files_and_valid_names(offline):
         for artifact in offline[3]["artifact"]
     }
     assert found == {
-        "run-1-code": ("code", {"git.json", "within/a file.txt"}),
+        "run-1-code": ("code", {"main.py", "within/b.txt"}),
+        "run-1-profile": ("profile", {"trace.json", "within/a file.txt"}),
         "a_run_of_mine___-config": ("config", {"config.yaml"}),
         "x" * 122 + "-again": ("config", {"config.yaml"}),
         "run-run-1-samples": ("run_table", {"samples.table.json"}),
@@ -174,7 +184,7 @@ def test_artifacts_are_recorded_with_their_files_and_valid_names(offline):
 def test_a_restart_resumes_the_run_of_the_same_id(offline):
     """The second start in a folder: W&B stores a file per start, both with the same run id."""
     folder = offline[0]
-    _, stderr = track(folder, {"resume": False, "mode": "offline"})
+    _, stderr = track(folder, {"resume": False, "mode": "offline", "save_code": False})
     assert stderr == ""
     paths = list(folder.glob("wandb/offline-run-*/run-*.wandb"))
     assert [read_file(path)["run"][0].run_id for path in paths] == ["run-1", "run-1"]
@@ -184,7 +194,8 @@ def test_wandb_accepts_all_values_of_resume_and_resume_from_replaces_it(monkeypa
     """It accepts only one of resume, resume_from and fork_from, and resume is "allow" by default."""
     monkeypatch.chdir(tmp_path)  # no repository, whose remote would be looked up
     settings = [{"resume": value} for value in (True, False, "allow", "never", "must", "auto", None)]
-    settings += [{}, {"resume_from": "run-1?_step=7"}, {"fork_from": "run-0?_step=7", "resume": "must"}]
+    elsewhere = [{"resume_from": "run-1?_step=7"}, {"fork_from": "run-0?_step=7"}]
+    settings += [{}, {"init": elsewhere[0]}, {"init": elsewhere[1], "resume": "must"}]
     given = []
 
     def init(resume=None, resume_from=None, fork_from=None, **others):
@@ -194,8 +205,7 @@ def test_wandb_accepts_all_values_of_resume_and_resume_from_replaces_it(monkeypa
 
     monkeypatch.setattr(wandb, "init", init)
     for each in settings:
-        WandbTracker(WandbConfig(mode="offline", **each), "run-1", ".")
-    elsewhere = [{"resume_from": "run-1?_step=7"}, {"fork_from": "run-0?_step=7"}]
+        WandbTracker(WandbConfig(mode="offline", save_code=False, **each), "run-1", ".")
     assert given == [*settings[:6], {}, {"resume": "allow"}, *elsewhere]
 
 
@@ -207,13 +217,19 @@ def test_an_explicit_mode_takes_precedence_over_the_key(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
-    [({"init_timeot": 5}, "settings.init_timeot: .*did you mean 'init_timeout'"), ({"init_timeout": "x"}, "number")],
+    ("keywords", "named"),
+    [
+        ({"job_typ": "x"}, "init.job_typ: .*'job_type'"),
+        ({"project": "x"}, "trainer.tracker.project"),
+        ({"settings": {"init_timeot": 5}}, "settings.init_timeot: .*'init_timeout'"),
+        ({"settings": {"init_timeout": "x"}}, "settings.init_timeout"),
+        ({"settings": [1]}, "init.settings"),
+    ],
 )
-def test_unknown_wandb_settings_are_refused_before_training_starts(settings, message):
-    check_trackers([WandbConfig(settings={"init_timeout": 5})])
-    with pytest.raises(UserError, match=message):
-        check_trackers([WandbConfig(settings=settings)])
+def test_unknown_keywords_and_settings_of_wandb_are_refused_before_training_starts(keywords, named):
+    check_trackers([WandbConfig(init={"notes": "", "settings": {"init_timeout": 5}})])
+    with pytest.raises(UserError, match=named):
+        check_trackers([WandbConfig(init=keywords)])
 
 
 KEY = "0123456789" * 4

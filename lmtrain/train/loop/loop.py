@@ -145,9 +145,7 @@ class _Loop:
         self._stop = stop
         self._processes = processes
         self._section = reporting.timer.section
-        self.console = Console(
-            reporting.title, last_step, setup.start.step, processes.is_first, reporting.trackers.losses
-        )
+        self.console = Console(last_step, setup.start.step, processes.is_first)
         self._evaluations = Evaluations(
             build_evaluators(trainer, program.config.eval_harness, program.config.eval_harness_steps),
             replace(setup.evaluation, check_stop=StopCheck(processes, stop), progress=self.console.evaluating),
@@ -229,6 +227,5 @@ class _Loop:
                 reporting.ledger.write()  # time spent waiting for trackers is not training
                 if self.profiler.end():
                     reporting.artifact(self.profiler.folder, "profile")
-                reporting.provenance.finish()
-                reporting.trackers.finish()
+                reporting.finish()
                 self._stop.end()

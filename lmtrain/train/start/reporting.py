@@ -23,9 +23,10 @@ from lmtrain.runtime.progress import format_bytes
 from lmtrain.runtime.redact import find_secrets, redact
 from lmtrain.runtime.storage import remove_temporaries, write_atomically
 from lmtrain.sharding.axes import used_axes
+from lmtrain.tracking.config import WandbConfig
 from lmtrain.tracking.goodput import Ledger, Timer
 from lmtrain.tracking.open import Trackers, open_trackers
-from lmtrain.tracking.provenance import Provenance
+from lmtrain.tracking.provenance import find_xla_dumps, git_facts
 from lmtrain.train.program.compile import ModelFlops, layout_table
 from lmtrain.train.program.program import Program
 from lmtrain.weights.load_checkpoint import BASE_ITEM, LoraBase
@@ -34,14 +35,13 @@ from lmtrain.weights.run_tokenizer import GENERATION_CONFIG, generation_of, kept
 
 @dataclass(frozen=True, kw_only=True)
 class Reporting:
-    """Trackers, ledger and timer of a run; `folder` is its log folder. `title` and `facts` describe the run."""
+    """Trackers, ledger and timer of a run; `folder` is its log folder, and `facts` describe the run."""
 
     run: str
     folder: str
-    title: str
     facts: dict[str, Any]
     trackers: Trackers
-    provenance: Provenance
+    saves_xla_dumps: bool
     timer: Timer
     ledger: Ledger
     flops: ModelFlops
@@ -49,6 +49,12 @@ class Reporting:
     def artifact(self, path: str, kind: str) -> None:
         """Pass a file or folder to the trackers that store artifacts."""
         self.trackers.artifact(path, f"{self.run}-{kind}", kind)
+
+    def finish(self) -> None:
+        """Pass the XLA dumps to the trackers, if they are to be saved, and finish the trackers."""
+        if self.saves_xla_dumps and (dumps := find_xla_dumps()) is not None:
+            self.artifact(dumps, "xla-dumps")
+        self.trackers.finish()
 
 
 def open_reporting(
@@ -67,21 +73,21 @@ def open_reporting(
     """
     trainer, folder = program.config.trainer, run.logs
     logs = os.path.dirname(folder)
-    trackers = (
-        open_trackers(trainer.tracker, logs, run.id, first_step, write_files) if processes.is_first else Trackers()
-    )
+    trackers = Trackers()
+    if processes.is_first:
+        secrets = find_secrets(run.config.model_dump())
+        trackers = open_trackers(trainer.tracker, logs, run.id, first_step, write_files, secrets)
     trackers.hyperparameters(run_info["config"] | {"data_tokens": run_info["identity"]["data_tokens"]})
     flops, parameters = model_flops(program), count_parameters(program.model)
     trackers.summary({"parameter_count": parameters, **device_summary(flops, program.config.model.seq_len)})
-    secrets = find_secrets(run.config.model_dump())
     devices = f"{jax.device_count()} {jax.devices()[0].device_kind}"
     reporting = Reporting(
         run=run.id,
         folder=folder,
-        title=f"{run.id}  {program.config.model.type}, {parameters:,} parameters, {devices}",
         facts={**run_info["machine"], "devices": devices, "parameters": parameters, "versions": run_info["versions"]},
         trackers=trackers,
-        provenance=Provenance(trainer.tracker if processes.is_first else [], folder, run.id, trackers, secrets),
+        saves_xla_dumps=processes.is_first
+        and any(isinstance(tracker, WandbConfig) and tracker.save_xla_dumps for tracker in trainer.tracker),
         timer=timer,
         ledger=ledger,
         flops=flops,
@@ -175,6 +181,7 @@ def describe_run(
             "xla_options": program.xla_options,
         },
         **({} if base is None else {BASE_ITEM: redact(base.run_info)}),
+        "git": git_facts(),
         "versions": {name: version(name) for name in ("lmtrain", "jax", "flax", "optax", "orbax-checkpoint")},
     }
 

@@ -85,10 +85,9 @@ class FakeRun:
         return Reporting(
             run="one",
             folder=folder,
-            title="one",
             facts={},
             trackers=FakeTrackers(self),
-            provenance=SimpleNamespace(finish=lambda: self.happens("provenance")),
+            saves_xla_dumps=False,
             timer=self.timer,
             ledger=Ledger(None, self.timer, wall=self.clock),
             flops=ModelFlops(1e6, 1e6, 1e9),

@@ -55,7 +55,7 @@ def test_the_last_step_is_evaluated_exported_and_saved_before_the_run_ends(fake_
     assert kinds(run.events, "evaluate", "export", "save", "save_now") == [
         *("evaluate 3", "export 3", "save_now 3 permanent"),
     ]
-    assert run.events[-4:] == ["close", "exports finished", "provenance", "finish"]
+    assert run.events[-3:] == ["close", "exports finished", "finish"]
     assert run.checkpointer.saved[3] == {
         "run": "info",
         "best_step": None,
@@ -162,7 +162,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_before_a_save(fake_run, processe
         run.train()
     assert not run.checkpointer.saved
     assert ("close" in run.events) is closed
-    assert run.events[-2:] == ["provenance", "finish"]
+    assert run.events[-1] == "finish"
 
 
 @pytest.mark.parametrize(("processes", "closed"), [(1, True), (2, False)])
@@ -176,7 +176,7 @@ def test_after_an_error_a_process_does_not_wait_for_others(fake_run, processes, 
     with pytest.raises(RuntimeError, match="a device is lost"):
         run.train()
     assert ("close" in run.events) is closed
-    assert run.events[-2:] == ["provenance", "finish"]
+    assert run.events[-1] == "finish"
 
 
 def test_before_a_new_batch_size_is_compiled_the_running_step_is_reported(fake_run):
