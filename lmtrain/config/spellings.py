@@ -141,7 +141,7 @@ def _keywords_to_init(tree: ConfigTree, path: Path, under: ConfigTree) -> None:
             continue
         keywords = section.setdefault("init", {})
         # in a list of trackers, the value of the tree below was copied
-        if not isinstance(keywords, dict) or keywords.get(name) != value_at(under.data, new):
+        if not isinstance(keywords, dict) or (name in keywords and keywords[name] != value_at(under.data, new)):
             raise UserError(f"{place}: {dotted(old)}: the same as {dotted(new)}; remove one")
         keywords[name] = value
         tree.move_origins(old, new)

@@ -80,7 +80,7 @@ class WandbTracker:
         root = code_root()
         files = set() if root is None else code_files(root, secrets)
         if files:
-            self._run.log_code(root, _artifact_name(name), include_fn=files.__contains__)
+            self._run.log_code(root, _artifact_name(name), include_fn=lambda path: path in files)
 
     def hyperparameters(self, config: Mapping[str, Any]) -> None:
         before = self._run.config.get(DATA)  # of an existing W&B run

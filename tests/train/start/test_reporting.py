@@ -91,6 +91,7 @@ def test_the_run_info_is_plain_data_with_the_identity_and_the_base_without_secre
     info = describe_run(planned.config, "one", {"fingerprint": "x"}, CACHES, planned, base)
     assert json.loads(json.dumps(info)) == info
     assert info["run_id"] == "one"
+    assert info["git"] is None or set(info["git"]) == {"commit", "branch", "changed", "remote"}
     assert info["identity"] == run_identity(planned.config, {"fingerprint": "x"}, CACHES.identity)
     assert info["config"] == resolved(planned.config)
     assert info["machine"]["microbatches"] == {"4": 2}
