@@ -12,7 +12,7 @@ _SECONDS_BETWEEN_LINES = 5.0
 class Progress:
     """Progress bar or lines. Call `update(done, text)` at any rate: the output is rate-limited, and off if `quiet`.
 
-    With `bar=False` it prints lines on a terminal too. Use as a context manager, inside which `draws` tells which.
+    With `bar=False` it prints lines on a terminal too. Use as a context manager, inside which `draws` says which.
     """
 
     def __init__(self, label: str, total: int, start: int = 0, quiet: bool = False, bar: bool = True):

@@ -190,7 +190,7 @@ def test_a_custom_tracker_gets_all_metrics_of_the_json_log_and_the_samples_of_th
     logged = [(step, names) for verb, step, *names in (call for call in calls if call[0] == "log")]
     assert logged == [(line["step"], [sorted(line.keys() - {"step"})]) for line in log_lines(seen[0])[1:]]
     artifacts = {kind: name for verb, *_, name, kind in (call for call in calls if call[0] == "artifact")}
-    assert artifacts == {kind: f"{RUN}-{kind}" for kind in ("config", "code", "profile")}
+    assert artifacts == {kind: f"{RUN}-{kind}" for kind in ("config", "profile")}
     assert [call[0] for call in calls if call[0] not in ("log", "text", "artifact")] == [
         "hyperparameters",
         "summary",
