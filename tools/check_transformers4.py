@@ -20,7 +20,8 @@ def export(folder: str, names: list[str]) -> int:
 
     from lmtrain.sharding.config import PartitioningConfig
     from lmtrain.sharding.mesh import build_layout
-    from lmtrain.weights.write_export import build_export, gather_tensors, write_export
+    from lmtrain.weights.load_checkpoint import gather_tensors
+    from lmtrain.weights.write_export import build_export, write_export
 
     layout = build_layout(PartitioningConfig())
     os.makedirs(folder)

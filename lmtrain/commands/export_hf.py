@@ -13,10 +13,9 @@ from lmtrain.run.run import require_secrets
 from lmtrain.runtime.errors import UserError
 from lmtrain.runtime.logging import log, start_console_log
 from lmtrain.runtime.storage import is_url
-from lmtrain.weights.export_folder import check_output, check_same_run
+from lmtrain.weights.export_folder import EXPORT_DTYPES, check_output, check_same_run
 from lmtrain.weights.hf_config import hf_ref
 from lmtrain.weights.trained_model import TrainedModel, from_checkpoint
-from lmtrain.weights.write_export import DTYPES, write_export
 
 if TYPE_CHECKING:
     from lmtrain.weights.write_export import Export
@@ -28,7 +27,7 @@ def run(argv: list[str]) -> int:
     add_model_flags(parser, hf=False)
     parser.add_argument(
         "--dtype",
-        choices=list(DTYPES),
+        choices=EXPORT_DTYPES,
         help="data type of the weights (default: hf_save_dtype, else that of the parameters)",
     )
     parser.add_argument("--upload", metavar="REPO", help="also upload to the Hugging Face Hub: owner/name[@branch]")
@@ -53,6 +52,8 @@ def run(argv: list[str]) -> int:
     assert trained.origin is not None
     if output is not None and not arguments.overwrite:
         check_same_run(output, trained.origin)
+
+    from lmtrain.weights.write_export import write_export
 
     model, params, layout = trained.load()
     export, gather = _build(trained, model, arguments)
@@ -113,7 +114,8 @@ def _check(arguments: argparse.Namespace, config: RunConfig) -> None:
 def _build(trained: TrainedModel, model: Any, arguments: argparse.Namespace) -> tuple["Export", Callable[..., Any]]:
     """The export without its values, and a function from parameters and layout to the values of its pieces."""
     from lmtrain.lora.model import ADAPTERS, AdaptedModel
-    from lmtrain.weights.write_export import build_adapter_export, build_export, gather_merged, gather_tensors
+    from lmtrain.weights.load_checkpoint import gather_merged, gather_tensors
+    from lmtrain.weights.write_export import build_adapter_export, build_export
 
     config, tokenizer, origin = trained.config, trained.tokenizer, trained.origin
     dtype = arguments.dtype or config.hf_save_dtype
@@ -121,7 +123,7 @@ def _build(trained: TrainedModel, model: Any, arguments: argparse.Namespace) -> 
     if isinstance(model, AdaptedModel) and arguments.merge:
         assert config.lora is not None
         of_base = config.lora.base_dtype
-        dtype = dtype or (of_base if of_base in DTYPES else "float32")
+        dtype = dtype or (of_base if of_base in EXPORT_DTYPES else "float32")
         export = build_export(config.model, model.inner, tokenizer, dtype, origin)
         return export, lambda params, layout: gather_merged(params, model, export.pieces, layout)
     dtype = dtype or config.trainer.precision.params

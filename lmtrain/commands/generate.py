@@ -6,8 +6,8 @@ import sys
 from collections.abc import Iterator
 
 from lmtrain.commands.arguments import Parser, add_model_flags, at_least, check_model_flags, parse_run
-from lmtrain.generation.decode import encode_prompt
 from lmtrain.hf.chat_template import find_template
+from lmtrain.hf.tokenizer import encode_prompt
 from lmtrain.run.run import require_secrets
 from lmtrain.runtime.errors import UserError
 from lmtrain.runtime.logging import log, start_console_log

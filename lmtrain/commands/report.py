@@ -7,7 +7,6 @@ import yaml
 
 from lmtrain.commands.arguments import Parser
 from lmtrain.config.load import load_config
-from lmtrain.report.run import find_runs, name_runs
 from lmtrain.run.config import RunConfig
 from lmtrain.runtime.errors import UserError, counted
 from lmtrain.runtime.progress import format_bytes
@@ -44,6 +43,8 @@ def run(argv: list[str]) -> int:
         parser.error("the following arguments are required: RUN, or --scaling LADDER")
     if arguments.predict:
         raise UserError("--predict needs --scaling LADDER")
+    from lmtrain.report.run import find_runs, name_runs  # numpy is imported only now
+
     files = find_runs(arguments.runs, arguments.log_dir)
     default = os.path.join(files[0].folder, "report.html") if len(files) == 1 else "report.html"
     output = _html(arguments.output or default)

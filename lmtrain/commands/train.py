@@ -25,8 +25,8 @@ from lmtrain.runtime.output import standard_streams
 from lmtrain.runtime.redact import find_secrets, redact, without
 from lmtrain.runtime.signals import STOPPED_BY_SIGNAL, StopRequest
 from lmtrain.train.start.checks import check_before_data, check_services, check_settings, length_of_data
-from lmtrain.train.start.reporting import keep_tokenizer, open_log
 from lmtrain.weights.hf_config import resolve_hf
+from lmtrain.weights.run_files import keep_tokenizer, open_log
 
 if TYPE_CHECKING:
     from lmtrain.preprocess.prepare import Build

@@ -7,8 +7,8 @@ import numpy as np
 
 from lmtrain.evaluation.config import EvaluationConfig
 from lmtrain.evaluation.interface import Context
-from lmtrain.generation.decode import SamplingSettings, build_batch_sampler, encode_prompt, until_eos
-from lmtrain.hf.tokenizer import Tokenizer
+from lmtrain.generation.decode import SamplingSettings, build_batch_sampler, until_eos
+from lmtrain.hf.tokenizer import Tokenizer, encode_prompt
 from lmtrain.runtime.errors import UserError, counted
 
 _MAX_CHARACTERS = 300  # of a text in the log

@@ -19,10 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from lmtrain.hf.tokenizer import Tokenizer
 from lmtrain.models.interface import LanguageModel
 from lmtrain.models.params import abstract_params, cast_to_compute
-from lmtrain.runtime.errors import UserError
 from lmtrain.sharding.mesh import Layout, MeshFunction
 
 Choose = Callable[[jax.Array, jax.Array], jax.Array]
@@ -243,20 +241,3 @@ class GreedyDecoder:
 
 def _most_likely(logits_BV: jax.Array, positions: jax.Array) -> jax.Array:
     return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
-
-
-def encode_prompt(tokenizer: Tokenizer, prompt: str, setting: str, bos: bool) -> list[int]:
-    """Token ids of the prompt, at least one: an empty prompt is the bos token, or else the eos token.
-
-    With `bos` it starts with the bos token, as the documents of training do.
-
-    Raises `UserError`, which names the `setting`, for an empty prompt if the tokenizer has neither.
-    """
-    with tokenizer.errors():
-        ids: list[int] = tokenizer.backend.encode(prompt, add_special_tokens=False).ids
-    if ids:
-        return [tokenizer.bos_id, *ids] if bos and tokenizer.bos_id not in (None, ids[0]) else ids
-    first = tokenizer.bos_id if tokenizer.bos_id is not None else tokenizer.eos_id
-    if first is None:
-        raise UserError(f"{setting}: an empty prompt needs a tokenizer with a bos or eos token")
-    return [first]

@@ -1,6 +1,5 @@
 """Messages for the user: errors, numbers with their nouns, and suggestions for misspelt names."""
 
-import difflib
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -52,6 +51,8 @@ def counted(number: int, noun: str, plural: str = "") -> str:
 
 def suggest_name(wrong: str, known: Iterable[str]) -> str | None:
     """The known name closest to `wrong`, or None. A correct last part in the wrong section counts as close."""
+    import difflib  # of errors only: `lmtrain --help` does not need it
+
     names = [name for name in known if not wrong.startswith(f"{name}.")]
     leaf = wrong.rsplit(".", 1)[-1]
     section = wrong[: len(wrong) - len(leaf)]

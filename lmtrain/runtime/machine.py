@@ -9,7 +9,6 @@ import os
 import threading
 import time
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
 _QUOTA = "/sys/fs/cgroup/cpu.max"  # cgroups v2: `<quota> <period>` in microseconds, or `max <period>`
@@ -88,6 +87,8 @@ def _first_line(path: str) -> str:
 
 def installed_version(package: str) -> str | None:
     """The version of a Python package; None if it is not installed."""
+    from importlib.metadata import PackageNotFoundError, version  # slow
+
     try:
         return version(package)
     except PackageNotFoundError:

@@ -29,6 +29,9 @@ from lmtrain.runtime.storage import (
     write_json,
 )
 
+# The dtypes of exports.
+EXPORT_DTYPES = ("float32", "bfloat16")
+
 PARTIAL = "lmtrain.partial"
 
 # Adapters have no config.json. PEFT accepts no further keys in adapter_config.json, so their marks are in a third file.

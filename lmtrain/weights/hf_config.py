@@ -21,7 +21,7 @@ from lmtrain.runtime.errors import UserError
 from lmtrain.runtime.logging import log
 from lmtrain.runtime.redact import find_masked, redact
 from lmtrain.runtime.storage import is_url
-from lmtrain.weights.load_checkpoint import base_dtype
+from lmtrain.weights.lora_base import base_dtype
 
 # Maximum share of ids that may belong to other tokens.
 _MAX_DIFFERENT = 0.01

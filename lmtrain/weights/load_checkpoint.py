@@ -1,31 +1,35 @@
-"""Parameters on the devices: new ones, those of a checkpoint, and the frozen base of LoRA."""
+"""Parameters on the devices: new ones, those of a checkpoint; and the tensors of an export, gathered from them."""
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import flax.linen as nn
 import jax
+import numpy as np
+from jax.sharding import NamedSharding
 
 from lmtrain.checkpoint.arrays import load_arrays, with_shardings
-from lmtrain.checkpoint.discovery import Checkpoint, find_checkpoints
+from lmtrain.checkpoint.discovery import Checkpoint
 from lmtrain.checkpoint.staging import local_copy
-from lmtrain.checkpoint.verify import choose_checkpoint
-from lmtrain.config.tree import require_equal
-from lmtrain.hf.weight_files import open_weights, read_model_config
-from lmtrain.lora.model import ADAPTERS, BASE, start_from, trainable
+from lmtrain.hf.key_map import Piece, take
+from lmtrain.lora.model import (
+    ADAPTERS,
+    BASE,
+    AdaptedModel,
+    adapted_layers,
+    merge_layer,
+    start_from,
+    trainable,
+    trained_in_full,
+)
+from lmtrain.lora.sites import A, B
 from lmtrain.models.interface import LanguageModel
-from lmtrain.models.params import abstract_params, initializer, storage_of, stored, with_dtype
-from lmtrain.run.config import RunConfig
+from lmtrain.models.params import abstract_params, flatten, initializer, storage_of, stored, with_dtype
 from lmtrain.run.execution import parse_precision
-from lmtrain.run.run import identity
-from lmtrain.runtime.errors import UserError, errors_of
-from lmtrain.runtime.logging import ALONE, Processes, log
+from lmtrain.runtime.logging import log
 from lmtrain.sharding.mesh import Layout
 from lmtrain.sharding.placement import parameter_shardings
-from lmtrain.weights.export_folder import BaseIdentity
-
-if TYPE_CHECKING:
-    from lmtrain.lora.model import AdaptedModel
 
 
 def new_params(
@@ -71,98 +75,42 @@ def restore_params(
         return load_arrays(path, part, with_shardings(abstract, parameter_shardings(layout, boxed)))
 
 
-# Key of a checkpoint's run info: the base of its adapters.
-BASE_ITEM = "base"
-
-_PATH = "initialize_from_checkpoint_path"
-_DTYPES = ("float32", "bfloat16", "float16")
-
-
-class LoraBase(NamedTuple):
-    """Frozen parameters, their fingerprint and dtype, and for checkpoints where they are from."""
-
-    params: Any
-    identity: BaseIdentity
-    run_info: Mapping[str, Any]
+def gather_tensors(params: Any, pieces: Sequence[Piece], layout: Layout, vocab_size: int) -> Iterator[np.ndarray]:
+    """The values of the pieces, one after the other; all processes of a run have to iterate over all of them."""
+    read = _reader(params, layout)
+    return (take(piece, read, vocab_size) for piece in pieces)
 
 
-def base_dtype(config: RunConfig, ref: str | None) -> str:
-    """The dtype of the base's weights: as `config.json` gives it, else as they are stored. `ref`: see `hf_ref`."""
-    if ref is None:
-        checkpoint = _checkpoint(config, None)
-        saved: str = parse_precision(checkpoint.read_run_info()["config"]["trainer"]["mp"]).params
-        return saved
-    values = read_model_config(ref)
-    given = values.get("dtype") or values.get("torch_dtype")
-    if given in _DTYPES:
-        return str(given)
-    stored = {dtype for dtype in open_weights(ref).dtypes.values() if dtype in _DTYPES}
-    return stored.pop() if len(stored) == 1 else "float32"
+def gather_merged(params: Any, model: AdaptedModel, pieces: Sequence[Piece], layout: Layout) -> Iterator[np.ndarray]:
+    """The tensors of the base with the adapters merged in float32; all processes have to iterate over all of them."""
+    adapted = {f"{path}/kernel": path for path in adapted_layers(flatten(params[ADAPTERS]))}
+    full = set(trained_in_full(flatten(params[ADAPTERS])))
+    of_base, of_adapters = _reader(params[BASE], layout), _reader(params[ADAPTERS], layout)
+
+    def read(path: str, index: tuple[int, ...]) -> np.ndarray:
+        values = (of_adapters if path in full else of_base)(path, index)
+        if path not in adapted:
+            return values
+        a, b = (of_adapters(f"{adapted[path]}/{name}", index) for name in (A, B))
+        return merge_layer(values, a, b, model.scale)
+
+    return (take(piece, read, model.vocab_size) for piece in pieces)
 
 
-def load_base(
-    config: RunConfig,
-    model: "AdaptedModel",
-    layout: "Layout",
-    ref: str | None,
-    tokenizer: Mapping[str, Any],
-    saved: Mapping[str, Any] | None = None,
-    processes: Processes = ALONE,
-) -> LoraBase:
-    """The base on its devices. `saved` describes the base of the checkpoint that adapters come from.
-
-    `tokenizer` is the identity of the run's tokenizer.
-
-    Raises `UserError` if the base is missing, or differs from the saved one.
-    """
-    from lmtrain.lora.model import fingerprint
-    from lmtrain.models.params import cast
-    from lmtrain.weights.load_hf import load_hf_params
-
-    dtype = config.base_dtype
-    assert dtype is not None
-    source: dict[str, Any]
-    with errors_of("the base model of the adapters cannot be loaded"):
-        if ref is not None:
-            where, source = ref, {"initialize_from_hf": ref}
-            params = load_hf_params(ref, config.model, model.inner, layout, dtype, trained=model.in_full)
-        else:
-            checkpoint = _checkpoint(config, saved, processes)
-            require_equal(
-                {"tokenizer": checkpoint.read_run_info()["identity"]["tokenizer"]},
-                {"tokenizer": tokenizer},  # its tables have no rows for new tokens
-                f"{_PATH}: {checkpoint.path} has another tokenizer",
-                "use the same tokenizer; or export the base with `lmtrain export-hf` and set initialize_from_hf, which "
-                "adds rows for new tokens",
-            )
-            where, source = checkpoint.path, {_PATH: checkpoint.path, "step": checkpoint.step}
-            params = restore_params(checkpoint, model.inner, layout, config.trainer.checkpointer.staging_dir)
-            params = cast(params, dtype)
-    digest = fingerprint(params, layout)
-    if saved is not None and saved["fingerprint"] != digest:
-        raise UserError(
-            f"the base model of the adapters has changed: {where} has the fingerprint {digest[:12]}, but "
-            f"they were trained on {saved['fingerprint'][:12]} ({saved.get('initialize_from_hf') or saved[_PATH]}); "
-            "restore it, or start a new run with another trainer.id"
-        )
-    log.info(f"base model: {where}, {dtype}, frozen; fingerprint {digest[:12]}")
-    return LoraBase(params, BaseIdentity(digest, dtype), {**source, "fingerprint": digest})
+def _reader(params: Any, layout: Layout) -> Callable[[str, tuple[int, ...]], np.ndarray]:
+    """(path, index) -> the parameter on the host, or the part at this index of its first dimensions."""
+    flat = flatten(params)
+    part = _gatherer(layout.replicated)
+    return lambda path, index: np.asarray(part(flat[path], index))
 
 
-def _checkpoint(config: RunConfig, saved: Mapping[str, Any] | None, processes: Processes = ALONE) -> Checkpoint:
-    """The base's checkpoint: the saved one as long as it exists, else the newest at the config's path."""
-    path = config.initialize_from_checkpoint_path
-    assert path is not None
-    kept = [other.path for other in find_checkpoints(path) if saved is not None and other.step == saved.get("step")]
-    with errors_of(_PATH):
-        verification = config.trainer.checkpointer.verify_on_restore
-        checkpoint = choose_checkpoint(kept[0] if kept else path, verification, processes, parts=("params", "average"))
-        info = checkpoint.read_run_info()["identity"]
-        if "lora" in info:
-            raise UserError(
-                f"{checkpoint.path} has adapters only; merge them first with `lmtrain export-hf --merge`, and set "
-                "initialize_from_hf to that folder"
-            )
-        ours = {"model": identity(config)["model"]}
-        require_equal({"model": info["model"]}, ours, f"{checkpoint.path} does not match this run")
-    return checkpoint
+@functools.cache
+def _gatherer(replicated: NamedSharding) -> Any:
+    """Gather the part of an array at an index of its first dimensions on every device; compiled once per shape."""
+
+    def part(array: jax.Array, index: tuple[jax.Array, ...]) -> jax.Array:
+        for number in index:
+            array = jax.lax.dynamic_index_in_dim(array, number, keepdims=False)
+        return array
+
+    return jax.jit(part, out_shardings=replicated)

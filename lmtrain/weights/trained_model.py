@@ -25,8 +25,8 @@ from lmtrain.runtime.logging import log
 from lmtrain.runtime.storage import join, list_names
 from lmtrain.weights.export_folder import BaseIdentity, ModelOrigin
 from lmtrain.weights.hf_config import config_of, hf_ref, resolve_hf
-from lmtrain.weights.load_checkpoint import BASE_ITEM, load_base
-from lmtrain.weights.run_tokenizer import generation_of, template_of, tokenizer_of
+from lmtrain.weights.lora_base import BASE_ITEM, load_base
+from lmtrain.weights.run_files import generation_of, template_of, tokenizer_of
 
 if TYPE_CHECKING:
     from lmtrain.models.interface import LanguageModel

@@ -3,41 +3,37 @@
 Files are written under a temporary name, read back and compared, and then renamed.
 """
 
-import functools
 import hashlib
 import json
 import math
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import jax
 import ml_dtypes
 import numpy as np
-from jax.sharding import NamedSharding
 
 from lmtrain.hf.chat_template import ChatTemplate, end_of_turn, tokenizer_contents
 from lmtrain.hf.find_tokenizer import open_in_transformers
-from lmtrain.hf.key_map import Piece, take
+from lmtrain.hf.key_map import Piece
 from lmtrain.hf.safetensors_file import header_of, read_header, read_tensor, write_tensor
 from lmtrain.hf.special_tokens import PLAIN_CLASSES, SETTINGS_FILE
 from lmtrain.hf.tokenizer import Tokenizer, to_json
-from lmtrain.lora.model import ADAPTERS, BASE, AdaptedModel, adapted_layers, merge_layer, trained_in_full
+from lmtrain.lora.model import AdaptedModel
 from lmtrain.lora.peft import to_adapter_config
-from lmtrain.lora.sites import A, B, list_sites
+from lmtrain.lora.sites import list_sites
 from lmtrain.models.config import ModelConfig
 from lmtrain.models.interface import LanguageModel
-from lmtrain.models.params import abstract_params, flatten, shapes_by_path
+from lmtrain.models.params import abstract_params, shapes_by_path
 from lmtrain.models.registry import hf_family
 from lmtrain.run.config import RunConfig
 from lmtrain.runtime.errors import UserError
 from lmtrain.runtime.logging import log
 from lmtrain.runtime.remote import open_fs, remote_errors
 from lmtrain.runtime.storage import delete_folder, is_url, join, read_reliably, write_bytes, write_json
-from lmtrain.sharding.mesh import Layout
 from lmtrain.weights.export_folder import (
     ADAPTER_CONFIG,
     ADAPTER_MARKS,
@@ -314,44 +310,3 @@ def build_adapter_export(
         seq_len=config.model.seq_len,
         is_adapter=True,
     )
-
-
-def gather_tensors(params: Any, pieces: Sequence[Piece], layout: Layout, vocab_size: int) -> Iterator[np.ndarray]:
-    """The values of the pieces, one after the other; all processes of a run have to iterate over all of them."""
-    read = _reader(params, layout)
-    return (take(piece, read, vocab_size) for piece in pieces)
-
-
-def gather_merged(params: Any, model: AdaptedModel, pieces: Sequence[Piece], layout: Layout) -> Iterator[np.ndarray]:
-    """The tensors of the base with the adapters merged in float32; all processes have to iterate over all of them."""
-    adapted = {f"{path}/kernel": path for path in adapted_layers(flatten(params[ADAPTERS]))}
-    full = set(trained_in_full(flatten(params[ADAPTERS])))
-    of_base, of_adapters = _reader(params[BASE], layout), _reader(params[ADAPTERS], layout)
-
-    def read(path: str, index: tuple[int, ...]) -> np.ndarray:
-        values = (of_adapters if path in full else of_base)(path, index)
-        if path not in adapted:
-            return values
-        a, b = (of_adapters(f"{adapted[path]}/{name}", index) for name in (A, B))
-        return merge_layer(values, a, b, model.scale)
-
-    return (take(piece, read, model.vocab_size) for piece in pieces)
-
-
-def _reader(params: Any, layout: Layout) -> Callable[[str, tuple[int, ...]], np.ndarray]:
-    """(path, index) -> the parameter on the host, or the part at this index of its first dimensions."""
-    flat = flatten(params)
-    part = _gatherer(layout.replicated)
-    return lambda path, index: np.asarray(part(flat[path], index))
-
-
-@functools.cache
-def _gatherer(replicated: NamedSharding) -> Any:
-    """Gather the part of an array at an index of its first dimensions on every device; compiled once per shape."""
-
-    def part(array: jax.Array, index: tuple[jax.Array, ...]) -> jax.Array:
-        for number in index:
-            array = jax.lax.dynamic_index_in_dim(array, number, keepdims=False)
-        return array
-
-    return jax.jit(part, out_shardings=replicated)

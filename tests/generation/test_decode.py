@@ -17,8 +17,8 @@ from models import quick
 from tokenizers.processors import TemplateProcessing
 
 from lmtrain.commands.generate import starts_with_bos
-from lmtrain.generation.decode import GreedyDecoder, SamplingSettings, choose, decode, encode_prompt, sample, step
-from lmtrain.hf.tokenizer import load_tokenizer
+from lmtrain.generation.decode import GreedyDecoder, SamplingSettings, choose, decode, sample, step
+from lmtrain.hf.tokenizer import encode_prompt, load_tokenizer
 from lmtrain.models.backpack.config import BackpackConfig
 from lmtrain.models.gpt2.config import Gpt2Config
 from lmtrain.models.gpt2.model import Gpt2LM

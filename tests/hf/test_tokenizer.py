@@ -7,12 +7,11 @@ import pytest
 from transformers import AutoTokenizer
 
 from lmtrain.data.config import DataConfig
-from lmtrain.generation.decode import encode_prompt
 from lmtrain.hf.chat_template import find_template, tokenizer_contents
 from lmtrain.hf.extend_tokenizer import END_OF_TEXT, learn_bpe
 from lmtrain.hf.find_tokenizer import open_tokenizer
 from lmtrain.hf.special_tokens import NAMES
-from lmtrain.hf.tokenizer import load_tokenizer, save_tokenizer
+from lmtrain.hf.tokenizer import encode_prompt, load_tokenizer, save_tokenizer
 from lmtrain.preprocess.tokenize import tokenize
 from lmtrain.runtime.errors import UserError
 

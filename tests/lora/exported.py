@@ -16,8 +16,9 @@ from lmtrain.run.config import RunConfig
 from lmtrain.sharding.config import PartitioningConfig
 from lmtrain.sharding.mesh import build_layout
 from lmtrain.train.program.program import Program
+from lmtrain.weights.load_checkpoint import gather_merged, gather_tensors
 from lmtrain.weights.load_hf import load_peft_adapter
-from lmtrain.weights.write_export import build_adapter_export, build_export, gather_merged, gather_tensors, write_export
+from lmtrain.weights.write_export import build_adapter_export, build_export, write_export
 
 LENGTH = 16
 

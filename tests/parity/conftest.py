@@ -16,7 +16,8 @@ def export(tmp_path, layout):
     """`export(variant)` writes an export as `lmtrain export-hf` does, and returns its path."""
     from parity.variants import TOKENIZER
 
-    from lmtrain.weights.write_export import build_export, gather_tensors, write_export
+    from lmtrain.weights.load_checkpoint import gather_tensors
+    from lmtrain.weights.write_export import build_export, write_export
 
     def write(variant, dtype="float32", folder="hf", **options):
         plan = build_export(variant.config, variant.model, TOKENIZER, dtype)

@@ -21,7 +21,8 @@ from lmtrain.models.registry import build_model
 from lmtrain.run.config import RunConfig
 from lmtrain.sharding.config import PartitioningConfig
 from lmtrain.sharding.mesh import build_layout
-from lmtrain.weights.write_export import build_export, gather_tensors, write_export
+from lmtrain.weights.load_checkpoint import gather_tensors
+from lmtrain.weights.write_export import build_export, write_export
 
 LENGTH = 64
 FAMILIES = {

@@ -21,7 +21,7 @@ from lmtrain.checkpoint.arrays import load_arrays
 from lmtrain.checkpoint.checkpointer import Checkpointer, SaveError
 from lmtrain.checkpoint.config import Kind
 from lmtrain.checkpoint.staging import local_copy
-from lmtrain.runtime import retries, storage
+from lmtrain.runtime import remote, storage
 from lmtrain.runtime.errors import UserError
 from lmtrain.weights.write_export import write_export
 
@@ -64,7 +64,7 @@ def waits(monkeypatch) -> list[float]:
         return await sleep(0, *more)
 
     monkeypatch.setattr(asyncio, "sleep", record)
-    monkeypatch.setattr(retries, "_next_message", 0.0)
+    monkeypatch.setattr(remote, "_next_message", 0.0)
     return waited
 
 

@@ -5,15 +5,15 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
-from lmtrain.runtime import retries
+from lmtrain.runtime import remote
 from lmtrain.runtime.errors import UserError
 from lmtrain.runtime.storage import read_bytes
 
 
 @pytest.mark.parametrize(("failures", "answer"), [(2, b"content"), (1000, None)])
 def test_a_busy_server_is_asked_again_a_few_times_and_the_reason_is_logged_once(failures, answer, caplog, monkeypatch):
-    monkeypatch.setattr(retries, "_FIRST_SECONDS", 0.001)
-    monkeypatch.setattr(retries, "_next_message", 0.0)
+    monkeypatch.setattr(remote, "_FIRST_SECONDS", 0.001)
+    monkeypatch.setattr(remote, "_next_message", 0.0)
     requests = []
 
     class Busy(BaseHTTPRequestHandler):

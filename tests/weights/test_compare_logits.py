@@ -10,7 +10,8 @@ from lmtrain.runtime.errors import UserError
 from lmtrain.sharding.config import PartitioningConfig
 from lmtrain.sharding.mesh import build_layout
 from lmtrain.weights.compare_logits import build_logits, compare_logits, require_torch
-from lmtrain.weights.write_export import build_export, gather_tensors, write_export
+from lmtrain.weights.load_checkpoint import gather_tensors
+from lmtrain.weights.write_export import build_export, write_export
 
 LAYOUT = build_layout(PartitioningConfig())
 

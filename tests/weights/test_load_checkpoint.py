@@ -24,7 +24,8 @@ from lmtrain.runtime.errors import UserError
 from lmtrain.runtime.logging import log
 from lmtrain.sharding.config import PartitioningConfig
 from lmtrain.sharding.mesh import build_layout
-from lmtrain.weights.load_checkpoint import base_dtype, load_base, new_params, restore_params
+from lmtrain.weights.load_checkpoint import new_params, restore_params
+from lmtrain.weights.lora_base import base_dtype, load_base
 
 MODEL = TwoTokenLM(8, 12)
 

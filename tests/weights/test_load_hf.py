@@ -48,8 +48,8 @@ from lmtrain.sharding.mesh import build_layout
 from lmtrain.train.program.program import build_program
 from lmtrain.weights import load_hf
 from lmtrain.weights.export_folder import BaseIdentity, ModelOrigin, marks_of
+from lmtrain.weights.load_checkpoint import gather_tensors
 from lmtrain.weights.load_hf import build_hf_pieces, check_base
-from lmtrain.weights.write_export import gather_tensors
 
 
 @pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama"])
@@ -194,7 +194,7 @@ from lmtrain.run.config import RunConfig
 from lmtrain.sharding.config import PartitioningConfig
 from lmtrain.sharding.mesh import build_layout
 from lmtrain.sharding.placement import parameter_shardings
-from lmtrain.weights.write_export import gather_tensors
+from lmtrain.weights.load_checkpoint import gather_tensors
 from lmtrain.weights.load_hf import build_hf_pieces, load_hf_params
 from lmtrain.models.params import abstract_params
 

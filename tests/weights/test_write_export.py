@@ -30,15 +30,9 @@ from lmtrain.sharding.config import PartitioningConfig
 from lmtrain.sharding.mesh import build_layout
 from lmtrain.weights import write_export as module
 from lmtrain.weights.export_folder import ModelOrigin
+from lmtrain.weights.load_checkpoint import gather_tensors
 from lmtrain.weights.load_hf import build_hf_pieces, load_hf_params
-from lmtrain.weights.write_export import (
-    Export,
-    build_adapter_export,
-    build_export,
-    choose_shards,
-    gather_tensors,
-    write_export,
-)
+from lmtrain.weights.write_export import Export, build_adapter_export, build_export, choose_shards, write_export
 
 TENSORS = {"a": np.arange(6, dtype=np.float32).reshape(2, 3) / 7, "b": np.ones(3, np.float32)}
 CONFIG = {"model_type": "gpt2"}

@@ -36,7 +36,8 @@ from lmtrain.models.params import initializer
 from lmtrain.models.registry import build_model
 from lmtrain.sharding.config import PartitioningConfig
 from lmtrain.sharding.mesh import build_layout
-from lmtrain.weights.write_export import build_export, gather_tensors, write_export
+from lmtrain.weights.load_checkpoint import gather_tensors
+from lmtrain.weights.write_export import build_export, write_export
 
 LENGTH, BATCH = 256, 32
 WORDS = ["the", "robot", "counts", "a", "quiet", "star", "and", "rain", "falls", "on", "small", "houses", "near"]

@@ -43,7 +43,8 @@ from lmtrain.preprocess.prepare_demo import prepare_demo
 from lmtrain.run.config import RunConfig
 from lmtrain.sharding.placement import LocalPart
 from lmtrain.train.program.program import Program, build_program
-from lmtrain.weights.write_export import build_export, gather_tensors, write_export
+from lmtrain.weights.load_checkpoint import gather_tensors
+from lmtrain.weights.write_export import build_export, write_export
 
 SIZES = {"hidden_dim": 128, "num_heads": 4, "num_layers": 2, "seq_len": 256, "gradient_checkpointing": False}
 FAMILIES: dict[str, dict[str, Any]] = {

@@ -20,20 +20,13 @@ from lmtrain.train.loop.saver import Decisions, Saver
 from lmtrain.train.program.program import Program, build_program
 from lmtrain.train.start.initial_state import begin
 from lmtrain.train.start.reference import REFERENCE, TEACHER, Reference, load_teacher
-from lmtrain.train.start.reporting import (
-    Reporting,
-    describe_run,
-    keep_config,
-    keep_tokenizer,
-    log_program,
-    open_reporting,
-)
+from lmtrain.train.start.reporting import Reporting, describe_run, log_program, open_reporting
 from lmtrain.train.start.resume import DECISIONS, check_identity
 from lmtrain.train.start.train_batches import TrainBatches, is_pending, open_evaluation
 from lmtrain.train.step.state import TrainState
 from lmtrain.weights.hf_config import hf_ref
-from lmtrain.weights.load_checkpoint import BASE_ITEM, LoraBase, load_base
-from lmtrain.weights.run_tokenizer import generation_of, template_of
+from lmtrain.weights.lora_base import BASE_ITEM, LoraBase, load_base
+from lmtrain.weights.run_files import generation_of, keep_config, keep_tokenizer, template_of
 
 if TYPE_CHECKING:
     from lmtrain.train.start.exporter import Exporter

@@ -21,7 +21,8 @@ from lmtrain.runtime.storage import is_url, join
 from lmtrain.sharding.mesh import Layout
 from lmtrain.weights.export_folder import BaseIdentity, ModelOrigin, export_folder, is_missing, remove_interrupted_steps
 from lmtrain.weights.hf_config import hf_ref
-from lmtrain.weights.write_export import DTYPES, build_adapter_export, build_export, gather_tensors, write_export
+from lmtrain.weights.load_checkpoint import gather_tensors
+from lmtrain.weights.write_export import DTYPES, build_adapter_export, build_export, write_export
 
 
 def _prepare(folder: str) -> None:

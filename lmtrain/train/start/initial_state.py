@@ -32,7 +32,7 @@ from lmtrain.runtime.logging import ALONE, Processes, log
 from lmtrain.train.program.program import Program
 from lmtrain.train.start.resume import check_same_run
 from lmtrain.train.step.state import TrainState, new_average
-from lmtrain.weights.load_checkpoint import LoraBase
+from lmtrain.weights.lora_base import LoraBase
 
 _MAX_LISTED = 5
 

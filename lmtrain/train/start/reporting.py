@@ -1,27 +1,21 @@
 """Reporting of a run: its trackers, its goodput ledger, its log folder, and what they say about it."""
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
 import jax
 
-from lmtrain.config.describe import show
 from lmtrain.data.caches import Caches
-from lmtrain.hf.chat_template import tokenizer_contents
-from lmtrain.hf.tokenizer import TOKENIZER_FILES, Tokenizer, to_json
 from lmtrain.models.params import count_parameters
 from lmtrain.run.config import RunConfig, resolved
 from lmtrain.run.run import Run, run_identity
 from lmtrain.runtime.accelerators import find_accelerator
-from lmtrain.runtime.errors import UserError
-from lmtrain.runtime.logging import Processes, log, start_file_log
+from lmtrain.runtime.logging import Processes, log
 from lmtrain.runtime.progress import format_bytes
 from lmtrain.runtime.redact import find_secrets, redact
-from lmtrain.runtime.storage import remove_temporaries, write_atomically
 from lmtrain.sharding.axes import used_axes
 from lmtrain.tracking.config import WandbConfig
 from lmtrain.tracking.goodput import Ledger, Timer
@@ -29,8 +23,7 @@ from lmtrain.tracking.open import Trackers, open_trackers
 from lmtrain.tracking.provenance import find_xla_dumps, git_facts
 from lmtrain.train.program.compile import ModelFlops, layout_table
 from lmtrain.train.program.program import Program
-from lmtrain.weights.load_checkpoint import BASE_ITEM, LoraBase
-from lmtrain.weights.run_tokenizer import GENERATION_CONFIG, generation_of, kept_tokenizer, template_of
+from lmtrain.weights.lora_base import BASE_ITEM, LoraBase
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,44 +177,3 @@ def describe_run(
         "git": git_facts(),
         "versions": {name: version(name) for name in ("lmtrain", "jax", "flax", "optax", "orbax-checkpoint")},
     }
-
-
-def open_log(run: Run, processes: Processes) -> None:
-    """Open the log file of this process. Raises `UserError` if it cannot be written."""
-    with _naming_the_setting(run):
-        start_file_log(os.path.dirname(run.logs), run.id, processes)
-
-
-def keep_config(run: Run) -> None:
-    """Write `config.yaml`, each value with its origin. Raises `UserError` if it cannot be written."""
-    with _naming_the_setting(run):
-        os.makedirs(run.logs, exist_ok=True)
-        remove_temporaries(run.logs)
-        text = show(resolved(run.config), run.loaded.tree)
-        write_atomically(os.path.join(run.logs, "config.yaml"), text.encode())
-
-
-def keep_tokenizer(run: Run, tokenizer: Tokenizer) -> None:
-    """Copy the tokenizer's files with the run's chat template, and the initial model's settings of generation, so that
-    the run no longer depends on the originals."""
-    if tokenizer.library is None:
-        return
-    source, folder = os.path.expanduser(tokenizer.path), kept_tokenizer(run)
-    with _naming_the_setting(run):
-        os.makedirs(folder, exist_ok=True)
-        remove_temporaries(folder)
-        contents = tokenizer_contents(source, template_of(run, tokenizer))
-        if generation := generation_of(run):
-            contents[GENERATION_CONFIG] = to_json(generation)
-        for name in (GENERATION_CONFIG, *reversed(TOKENIZER_FILES)):  # tokenizer.json last: its presence means complete
-            if name in contents:
-                write_atomically(os.path.join(folder, name), contents[name])
-
-
-@contextmanager
-def _naming_the_setting(run: Run) -> Iterator[None]:
-    """Convert file system errors into errors that name the setting."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError(f"trainer.log_dir: {run.config.trainer.log_dir} cannot be created: {error.strerror}") from None

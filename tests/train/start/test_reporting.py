@@ -17,7 +17,7 @@ from lmtrain.train.program.program import build_program
 from lmtrain.train.start import reporting as module
 from lmtrain.train.start.reporting import describe_run, log_program, model_flops
 from lmtrain.weights.export_folder import BaseIdentity
-from lmtrain.weights.load_checkpoint import LoraBase
+from lmtrain.weights.lora_base import LoraBase
 
 
 @pytest.fixture(scope="module")

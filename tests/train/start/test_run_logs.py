@@ -12,8 +12,7 @@ from lmtrain.run.config import RunConfig
 from lmtrain.run.run import Run
 from lmtrain.runtime.errors import UserError
 from lmtrain.runtime.logging import ALONE
-from lmtrain.train.start.reporting import keep_config, keep_tokenizer, open_log
-from lmtrain.weights.run_tokenizer import kept_tokenizer
+from lmtrain.weights.run_files import keep_config, keep_tokenizer, kept_tokenizer, open_log
 
 
 @pytest.fixture

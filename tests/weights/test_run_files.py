@@ -12,8 +12,7 @@ from lmtrain.hf.tokenizer import load_tokenizer
 from lmtrain.run.config import RunConfig
 from lmtrain.run.run import Run
 from lmtrain.runtime.errors import UserError
-from lmtrain.train.start.reporting import keep_tokenizer
-from lmtrain.weights.run_tokenizer import generation_of, kept_tokenizer, template_of, tokenizer_of
+from lmtrain.weights.run_files import generation_of, keep_tokenizer, kept_tokenizer, template_of, tokenizer_of
 
 
 @pytest.fixture
