@@ -12,7 +12,7 @@ from lmtrain.data.config import DataConfig
 from lmtrain.data.targets import FirstTargets
 from lmtrain.hf.tokenizer import Tokenizer
 from lmtrain.models.interface import LanguageModel
-from lmtrain.objectives.interface import Objective
+from lmtrain.objectives.interface import Loss
 from lmtrain.runtime.logging import ALONE, Processes, log
 from lmtrain.sharding.mesh import Layout
 from lmtrain.sharding.placement import LocalPart
@@ -79,7 +79,7 @@ def _nothing(*_: Any) -> None:
 class Context:
     """What an evaluation may use. Its parameters are placed on `layout`; it computes in `compute_dtype`.
 
-    `seq_len` is the model's context in tokens, `folder` the run's log folder, `objective` that of the run, None outside
+    `seq_len` is the model's context in tokens, `folder` the run's log folder, `loss` the run's main one, None outside
     of training; with `enforce_bos` documents start with the BOS token. `batch_size` is the number of sequences of
     `seq_len` tokens in a batch, on all devices. Call `check_stop()` between batches, equally often in all processes; it
     raises `StoppedError` if the run has to stop. `progress(done, total, what)` may be called equally often.
@@ -94,7 +94,7 @@ class Context:
     batch_size: int = 1
     processes: Processes = ALONE
     folder: str = ""
-    objective: Objective | None = None
+    loss: Loss | None = None
     enforce_bos: bool = False
     xla_options: Mapping[str, Any] = field(default_factory=dict)
     check_stop: Callable[[], None] = _nothing

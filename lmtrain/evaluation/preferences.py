@@ -11,7 +11,7 @@ from lmtrain.evaluation.config import EvaluationConfig
 from lmtrain.evaluation.eval_step import build_forward_step, read_ahead
 from lmtrain.evaluation.interface import Context
 from lmtrain.models.interface import Outputs
-from lmtrain.objectives.interface import Objective
+from lmtrain.objectives.interface import Loss
 from lmtrain.objectives.preferences import Preferences
 from lmtrain.sharding.mesh import MeshFunction
 
@@ -27,9 +27,9 @@ class PreferenceEvaluator:
 
     def prepare(self, context: Context) -> bool:
         self._context = context
-        if not isinstance(context.objective, Preferences) or not context.sets:
+        if not isinstance(context.loss, Preferences) or not context.sets:
             return False
-        self._step = _build_step(context, context.objective)
+        self._step = _build_step(context, context.loss)
         return True
 
     def evaluate(self, params: Any, step: int) -> dict[str, float]:
@@ -59,11 +59,11 @@ def build(config: EvaluationConfig) -> PreferenceEvaluator | None:
     return None if config.steps_per_eval is None else PreferenceEvaluator(config.steps_per_eval)
 
 
-def _build_step(context: Context, objective: Objective) -> MeshFunction:
+def _build_step(context: Context, main: Loss) -> MeshFunction:
     """The jitted (params, batch) -> sums over the pairs of a batch by name, and their number."""
 
     def evaluate(outputs: Outputs, batch: Any) -> dict[str, jax.Array]:
-        terms = objective.loss_sum(outputs, batch)
-        return {"pairs": objective.weights(batch).sum(), "loss": terms.total, **terms.logged}
+        terms = main.loss_sum(outputs, batch)
+        return {"pairs": main.weights(batch).sum(), "loss": terms.total, **terms.logged}
 
     return build_forward_step(context.model, context.layout, context.compute_dtype, evaluate, context.xla_options)

@@ -112,6 +112,15 @@ MAX_LAYERS, MAX_SIZE, _MAX_PARAMETERS = 10_000, 2**24, 10**16
 _NO_SIZES = ("seq_len", "sliding_window")  # have limits of their own, or none
 
 
+class FurtherLoss(NamedTuple):
+    """The cross-entropy of an output of the model, whose target is the token `shift` positions ahead. Its mean times
+    `coefficient` is added to the training loss."""
+
+    output: str
+    shift: int
+    coefficient: float
+
+
 class Sizes(Section):
     """A section with sizes of a model, which are bounded."""
 
@@ -277,6 +286,11 @@ class BaseModelConfig(Sizes):
     def mixture(self) -> Mixture | None:
         """The mixture of experts; None if the model has none."""
         return None
+
+    @property
+    def further_losses(self) -> Mapping[str, FurtherLoss]:
+        """The losses of the outputs besides the main one, by the name under which they are logged, `train/<name>`."""
+        return {}
 
     @property
     def balance_rate(self) -> float | None:

@@ -14,7 +14,7 @@ from jax.nn.initializers import normal
 
 from lmtrain.models.attention.names import PLAIN
 from lmtrain.models.cache import StackCache
-from lmtrain.models.interface import NO_DOCUMENTS, Documents
+from lmtrain.models.interface import NO_DOCUMENTS, Documents, Outputs
 from lmtrain.models.layers.linear import Embed
 from lmtrain.models.layers.stack import layers_of_modules, stack
 from lmtrain.sharding.placement import constrain
@@ -91,10 +91,18 @@ class Decoder(nn.Module):
             self.unembed = Embed(entries, c.hidden_dim, init, is_head=True)
 
     def __call__(self, tokens_BS: jax.Array) -> jax.Array:
-        return self.logits(self.hidden(tokens_BS, deterministic=True))
+        hidden = self.hidden(tokens_BS, deterministic=True)
+        if self.is_initializing():  # their parameters exist, too
+            self.further_outputs(hidden, tokens_BS, True, NO_DOCUMENTS)
+        return self.logits(hidden)
 
     def hidden(self, tokens_BS: jax.Array, deterministic: bool, documents: Documents = NO_DOCUMENTS) -> jax.Array:
         return self.read(self.embed(tokens_BS), deterministic, documents)
+
+    def further_outputs(
+        self, hidden_BSD: jax.Array, tokens_BS: jax.Array, deterministic: bool, documents: Documents
+    ) -> Outputs:
+        return {}
 
     def head(self) -> jax.Array:
         return (self.tokens if self.is_tied else self.unembed).embedding

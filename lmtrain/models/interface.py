@@ -59,6 +59,11 @@ class LanguageModel(Protocol):
     def hidden(self, tokens_BS: jax.Array, deterministic: bool, documents: Documents = NO_DOCUMENTS) -> jax.Array:
         """Hidden states [B, S, D], the input of the head. Needs a `dropout` key unless deterministic."""
 
+    def further_outputs(
+        self, hidden_BSD: jax.Array, tokens_BS: jax.Array, deterministic: bool, documents: Documents
+    ) -> "Outputs":
+        """Outputs besides `MAIN`, from its hidden states; each has a loss (`further_losses` of the config)."""
+
     def head(self) -> jax.Array:
         """The head's matrix, [V, D]: logits are `hidden @ head.T`, before `logit_cap`. Rows from `vocab_size` on are
         padding."""
@@ -102,4 +107,5 @@ def outputs_of(model: LanguageModel, batch: Mapping[str, jax.Array], determinist
     used = None if mask is None else jax.lax.cummax(mask.astype(jnp.int32), axis=1, reverse=True) > 0
     documents = Documents(batch.get("segments"), batch.get("positions"), used)
     hidden = model.hidden(batch["tokens"], deterministic, documents)
-    return {MAIN: Head(hidden, model.head(), model.vocab_size, model.logit_cap)}
+    main = Head(hidden, model.head(), model.vocab_size, model.logit_cap)
+    return {MAIN: main, **model.further_outputs(hidden, batch["tokens"], deterministic, documents)}

@@ -1,5 +1,6 @@
 """Settings of the training objective."""
 
+import importlib
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, Tag, model_validator
@@ -13,15 +14,22 @@ class _Objective(Section):
 
     needs_pairs: ClassVar[bool] = False
     needs_reference: ClassVar[bool] = False
+    module: ClassVar[str]  # of this package, whose `build` takes the config and `z_loss_weight`
 
     @property
     def is_cross_entropy(self) -> bool:
         """Whether it is a cross-entropy of the tokens, which z-loss and estimates of the Hessian require."""
         return False
 
+    def build(self, z_loss_weight: float) -> Any:
+        """The `Loss`. Imports JAX."""
+        return importlib.import_module(f"lmtrain.objectives.{self.module}").build(self, z_loss_weight)
+
 
 class _CrossEntropy(_Objective):
     """Settings shared by all kinds of cross-entropy."""
+
+    module: ClassVar[str] = "cross_entropy"
 
     @property
     def is_cross_entropy(self) -> bool:
@@ -60,6 +68,7 @@ class DpoConfig(_Objective):
     """Direct preference optimization: raises the probability of chosen answers over that of rejected ones, relative to
     the model that training starts from."""
 
+    module: ClassVar[str] = "preferences"
     needs_pairs: ClassVar[bool] = True
     needs_reference: ClassVar[bool] = True
 
@@ -83,6 +92,7 @@ class OrpoConfig(_Objective):
     """Odds-ratio preference optimization: cross-entropy of the chosen answers with their prompts, and a preference for
     them over the rejected ones. It has no reference."""
 
+    module: ClassVar[str] = "preferences"
     needs_pairs: ClassVar[bool] = True
 
     type: Literal["orpo"] = identity("orpo", description="Objective type")
@@ -92,6 +102,8 @@ class OrpoConfig(_Objective):
 class DistillConfig(_Objective):
     """Knowledge distillation: the model learns the distribution over all tokens of a frozen teacher with the same
     tokenizer, at every target token: alpha * temperature^2 * KL(teacher || model) + (1 - alpha) * cross-entropy."""
+
+    module: ClassVar[str] = "distillation"
 
     type: Literal["distill"] = identity("distill", description="Objective type")
     teacher: str = identity(min_length=1, description="The teacher: a folder or hub id of a Hugging Face model")

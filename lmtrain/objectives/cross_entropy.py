@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from lmtrain.models.interface import MAIN, Head, Outputs
 from lmtrain.objectives.chunked_sums import Chunks
+from lmtrain.objectives.config import CrossEntropyConfig, WeightedCrossEntropyConfig
 from lmtrain.objectives.interface import LossTerms
 from lmtrain.objectives.row_losses import LogitStatistics, sum_of_row_losses
 from lmtrain.sharding.local import sum_over
@@ -38,16 +39,19 @@ class CrossEntropyRow:
 
 @dataclass(frozen=True)
 class CrossEntropy:
-    """Cross-entropy in which every target token has the same weight."""
+    """Cross-entropy in which every target token has the same weight. The target of a position of the `output` is the
+    token `shift` positions ahead."""
 
     row: CrossEntropyRow = CrossEntropyRow()
+    output: str = MAIN
+    shift: int = 1
 
     def weights(self, batch: Mapping[str, jax.Array]) -> jax.Array:
-        return batch["loss_mask"]
+        return has_target(batch, self.shift)
 
     def loss_sum(self, outputs: Outputs, batch: Mapping[str, jax.Array]) -> LossTerms:
-        targets = next_token_targets(batch["tokens"])
-        return LossTerms(sum_of_row_losses(self.row, outputs[MAIN], targets, self.weights(batch)), {})
+        targets = next_token_targets(batch["tokens"], self.shift)
+        return LossTerms(sum_of_row_losses(self.row, outputs[self.output], targets, self.weights(batch)), {})
 
 
 @dataclass(frozen=True)
@@ -55,12 +59,31 @@ class WeightedCrossEntropy(CrossEntropy):
     """Cross-entropy in which target tokens have the weights `loss_weights` of the batch."""
 
     def weights(self, batch: Mapping[str, jax.Array]) -> jax.Array:
-        return jnp.where(batch["loss_mask"], batch["loss_weights"], 0.0)
+        return jnp.where(super().weights(batch), batch["loss_weights"], 0.0)
 
 
-def next_token_targets(tokens_BS: jax.Array) -> jax.Array:
-    """The token after each position; the last position's target is arbitrary and masked by every loss mask."""
-    return jnp.roll(tokens_BS, -1, axis=1)
+def build(config: CrossEntropyConfig | WeightedCrossEntropyConfig, z_loss_weight: float) -> CrossEntropy:
+    """The loss of a config."""
+    row = CrossEntropyRow(z_loss_weight, config.label_smoothing)
+    return WeightedCrossEntropy(row) if isinstance(config, WeightedCrossEntropyConfig) else CrossEntropy(row)
+
+
+def next_token_targets(tokens_BS: jax.Array, shift: int = 1) -> jax.Array:
+    """The token `shift` positions ahead of each; the last targets are arbitrary and masked by every loss mask."""
+    return jnp.roll(tokens_BS, -shift, axis=1)
+
+
+def has_target(batch: Mapping[str, jax.Array], shift: int = 1) -> jax.Array:
+    """Which positions have a target token `shift` positions ahead, in the same segment if there are any, bool [B, S].
+
+    `loss_mask` of the batch has those with a target one position ahead.
+    """
+    mask, more = batch["loss_mask"], shift - 1
+    if not more:
+        return mask
+    found = jnp.roll(mask, -more, axis=1) & (jnp.arange(mask.shape[1]) < mask.shape[1] - more)
+    segments = batch.get("segments")
+    return found if segments is None else found & (jnp.roll(segments, -more, axis=1) == segments)
 
 
 # The cumulative sum runs over blocks of the vocabulary, then within the selected block: accurate enough in float32.

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from lmtrain.models.interface import MAIN, Head, Outputs
 from lmtrain.objectives.chunked_sums import Chunk, sum_of_losses, weighted
+from lmtrain.objectives.config import DistillConfig
 from lmtrain.objectives.cross_entropy import next_token_targets
 from lmtrain.objectives.interface import LossTerms
 from lmtrain.sharding.local import sum_over
@@ -71,3 +72,8 @@ class Distillation:
         loss = _Divergence(self.temperature, self.alpha, teacher.cap)
         targets = next_token_targets(batch["tokens"])
         return LossTerms(sum_of_losses(loss, outputs[MAIN], targets, self.weights(batch), teacher), {})
+
+
+def build(config: DistillConfig, z_loss_weight: float) -> Distillation:
+    """The loss of a config; it has no z-loss."""
+    return Distillation(config.temperature, config.alpha)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from lmtrain.models.interface import Outputs
+from lmtrain.models.params import Auxiliary
 
 
 class LossTerms(NamedTuple):
@@ -16,7 +17,7 @@ class LossTerms(NamedTuple):
     logged: dict[str, jax.Array]
 
 
-class Objective(Protocol):
+class Loss(Protocol):
     """A weighted mean over the positions of a batch, or over its pairs of answers (see `lmtrain/data/batches.py`).
 
     The step divides the sum over all microbatches and devices by the sum of the weights, so the loss does not depend
@@ -31,7 +32,35 @@ class Objective(Protocol):
         entire batch."""
 
 
-def sum_of_weights(objective: Objective, batch: Mapping[str, jax.Array]) -> jax.Array:
+class Weighted(NamedTuple):
+    """A loss, and the coefficient of its mean."""
+
+    loss: Loss
+    coefficient: float = 1.0
+
+
+# The losses that a run minimizes the sum of, by the name under which they are logged, `train/<name>`. `LOSS` is the
+# main one, with coefficient 1.
+Objective = Mapping[str, Weighted]
+LOSS = "loss"
+
+
+def main_loss(objective: Objective) -> Loss:
+    """The loss that evaluation and estimates of the Hessian use."""
+    return objective[LOSS].loss
+
+
+def further_losses(objective: Objective, outputs: Outputs, batch: Mapping[str, jax.Array]) -> dict[str, Auxiliary]:
+    """The sums of the losses besides the main one, by the name of their metric. What they log is not logged."""
+    found = {}
+    for name, (loss, coefficient) in objective.items():
+        if name != LOSS:
+            weight = jax.lax.stop_gradient(loss.weights(batch).sum().astype(jnp.float32))
+            found[f"train/{name}"] = Auxiliary(loss.loss_sum(outputs, batch).total, weight, coefficient)
+    return found
+
+
+def sum_of_weights(loss: Loss, batch: Mapping[str, jax.Array]) -> jax.Array:
     """The divisor that turns sums over a batch into means, float32; 1 if all weights are 0."""
-    total = objective.weights(batch).sum().astype(jnp.float32)
+    total = loss.weights(batch).sum().astype(jnp.float32)
     return jnp.where(total > 0, total, 1.0)

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from lmtrain.models.interface import MAIN, Outputs
+from lmtrain.objectives.config import DpoConfig, OrpoConfig
 from lmtrain.objectives.cross_entropy import next_token_targets
 from lmtrain.objectives.interface import LossTerms
 from lmtrain.objectives.row_losses import target_log_probs
@@ -124,6 +125,13 @@ class Preferences:
             return jnp.where(counts_BP, values, 0.0).sum()
 
         return LossTerms(total(losses), {name: total(jax.lax.stop_gradient(logged[name])) for name in logged})
+
+
+def build(config: DpoConfig | OrpoConfig, z_loss_weight: float) -> Preferences:
+    """The loss of a config; it has no z-loss."""
+    if isinstance(config, OrpoConfig):
+        return Preferences("orpo", config.beta)
+    return Preferences(config.loss, config.beta, config.label_smoothing)
 
 
 def answer_log_probs(outputs: Outputs, batch: Mapping[str, jax.Array]) -> jax.Array:

@@ -88,7 +88,7 @@ def test_a_required_evaluator_that_fails_ends_the_run_and_so_does_a_stop():
 def test_perplexity_is_evaluated_if_there_are_validation_sets():
     evaluator, preferences = build_evaluators(EvaluationConfig(steps_per_eval=7))
     assert isinstance(evaluator, Perplexity)
-    assert not preferences.prepare(SimpleNamespace(objective=CrossEntropy(), sets={"": []}))  # no answers to compare
+    assert not preferences.prepare(SimpleNamespace(loss=CrossEntropy(), sets={"": []}))  # no answers to compare
     assert (evaluator.every, evaluator.optional, evaluator.name) == (7, False, "")
     nothing = EvaluationConfig(steps_per_eval=None)
     assert build_evaluators(nothing) == []

@@ -16,6 +16,7 @@ from lmtrain.models.interface import NO_DOCUMENTS, Documents
 from lmtrain.models.layers.linear import Embed, Linear
 from lmtrain.models.registry import build_model
 from lmtrain.objectives.cross_entropy import CrossEntropy
+from lmtrain.objectives.interface import LOSS, Weighted
 from lmtrain.sharding.config import PartitioningConfig
 from lmtrain.sharding.mesh import Layout, MeshFunction, build_layout
 from lmtrain.train.step.parts import choose_parts
@@ -97,7 +98,7 @@ def build_step(
     number = defaultdict(lambda: microbatches)
     step = TrainStep(
         model=model,
-        objective=objective or CrossEntropy(),
+        objective=objective if isinstance(objective, dict) else {LOSS: Weighted(objective or CrossEntropy())},
         optimizer=optimizer,
         schedule=schedule,
         num_microbatches=number,
@@ -189,3 +190,6 @@ class TwoTokenLM(nn.Module):
 
     def head(self) -> jax.Array:
         return self.tokens.embedding
+
+    def further_outputs(self, *_: Any) -> dict[str, Any]:
+        return {}

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from models import families, quick
 from models.conv_mixer import conv_config
+from models.two_outputs import two_output_config, two_output_objective
 
 from lmtrain.models.registry import build_model
 from lmtrain.sharding.config import PartitioningConfig
@@ -36,6 +37,12 @@ MODELS = {
     "window": (families.window_model(4, **CAPS), MESHES, ["fsdp"], {}),
     "auxiliary": (families.auxiliary_model(), MESHES, ["fsdp"], {}),
     "mixer": (build_model(conv_config(), families.VOCAB), MESHES, ["fsdp"], {}),
+    "outputs": (
+        build_model(two_output_config(), families.VOCAB),
+        SPLIT,
+        ["fsdp and tensor"],
+        {"objective": two_output_objective()},
+    ),
     "mixed": (MIXED, EXPERTS, ["fsdp and experts"], {}),
     "dense": (DENSE, {"one": MESHES["one"]}, MESHES, {}),
     "dense in fp8": (DENSE, SPLIT, SPLIT, FP8),

@@ -12,6 +12,7 @@ from parity.variants import make, tokens
 from lmtrain.models.layers.quantized import FORMATS, QUANTIZED
 from lmtrain.models.params import copies, flatten, has_copy, storage_of, stored, take_scales
 from lmtrain.objectives.cross_entropy import CrossEntropy
+from lmtrain.objectives.interface import LOSS, Weighted
 from lmtrain.train.step.parts import choose_parts
 from lmtrain.train.step.step import TrainStep
 
@@ -24,7 +25,7 @@ def step_operands(model, values, batch, products, dtype="bfloat16"):
     number = defaultdict(lambda: 1)
     step = TrainStep(
         model=model,
-        objective=CrossEntropy(),
+        objective={LOSS: Weighted(CrossEntropy())},
         optimizer=quick.KEEPER,
         schedule=lambda step: 0.5,
         num_microbatches=number,

@@ -7,7 +7,6 @@ import pytest
 from models import quick
 
 from lmtrain.objectives.config import CrossEntropyConfig, WeightedCrossEntropyConfig
-from lmtrain.objectives.registry import OBJECTIVES, build_objective
 from lmtrain.train.step.hessian import estimate_hessian
 
 VOCAB = 11
@@ -26,7 +25,7 @@ OF = {
 
 
 def stepped(name: str, batch=BATCH, microbatches: int = 1):
-    objective = build_objective(OF[name], 0.01)
+    objective = OF[name].build(0.01)
     return quick.loss_and_gradients(MODEL, PARAMS, batch, objective=objective, microbatches=microbatches)
 
 
@@ -40,10 +39,6 @@ def by_formula(params, name: str):
     losses = -(wanted * log_p).sum(-1) + 0.01 * jax.nn.logsumexp(logits, -1) ** 2
     weights = MASK * (WEIGHTS if name == "weighted" else 1.0)
     return (losses * weights).sum() / weights.sum()
-
-
-def test_every_registered_objective_is_tested():
-    assert {config.type for config in OF.values()} == OBJECTIVES.keys() - {"dpo", "orpo", "distill"}
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])
@@ -71,12 +66,12 @@ def test_the_hessian_is_that_of_the_objective():
 
     def estimate(name, weights, method="hutchinson"):
         batch = BATCH | {"loss_weights": weights}
-        return estimate_hessian(method, MODEL, build_objective(OF[name], 0.0), PARAMS, batch, key, 1)
+        return estimate_hessian(method, MODEL, OF[name].build(0.0), PARAMS, batch, key, 1)
 
     for method in ("hutchinson", "gauss_newton_bartlett"):
         one, scaled = (estimate("weighted", np.full_like(WEIGHTS, scale), method) for scale in (1.0, 0.25))
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5), one, scaled)
     direction = optax.tree.random_like(jax.random.split(key)[0], PARAMS, jax.random.normal)
     exact = jax.jvp(jax.grad(lambda p: by_formula(p, "weighted")), (PARAMS,), (direction,))[1]
-    found = estimate_hessian("hutchinson", MODEL, build_objective(OF["weighted"], 0.01), PARAMS, BATCH, key, 1)
+    found = estimate_hessian("hutchinson", MODEL, OF["weighted"].build(0.01), PARAMS, BATCH, key, 1)
     jax.tree.map(lambda a, u, hu: np.testing.assert_allclose(a, u * hu, rtol=1e-3, atol=1e-4), found, direction, exact)

@@ -10,7 +10,6 @@ from models import quick
 from lmtrain.models.interface import MAIN, Head
 from lmtrain.objectives.config import DistillConfig
 from lmtrain.objectives.distillation import TAUGHT
-from lmtrain.objectives.registry import build_objective
 from lmtrain.train.step.state import TrainState
 
 VOCAB, PADDED, ROWS, LENGTH = 11, 12, 3, 4
@@ -53,7 +52,7 @@ def by_torch(temperature, alpha, cap, their_cap):
 @pytest.mark.parametrize(("cap", "their_cap"), [(None, None), (2.0, 3.0)])
 def test_loss_and_gradients_equal_those_of_torch(chunks, temperature, alpha, cap, their_cap):
     config = DistillConfig(teacher="teacher", temperature=temperature, alpha=alpha)
-    objective = build_objective(config, 0.0)
+    objective = config.build(0.0)
 
     def loss(hidden, head):
         batch = BATCH | {TAUGHT: Head(THEIRS, THEIR_HEAD, VOCAB, their_cap)}
@@ -68,7 +67,7 @@ def test_loss_and_gradients_equal_those_of_torch(chunks, temperature, alpha, cap
 
 
 def test_a_student_that_is_its_teacher_has_no_loss_and_no_gradient():
-    objective = build_objective(DistillConfig(teacher="teacher", temperature=2.0), 0.0)
+    objective = DistillConfig(teacher="teacher", temperature=2.0).build(0.0)
     batch = BATCH | {TAUGHT: Head(HIDDEN, HEAD, VOCAB)}
     loss, gradients = jax.value_and_grad(lambda h: objective.loss_sum({MAIN: Head(h, HEAD, VOCAB)}, batch).total)(
         HIDDEN
@@ -82,7 +81,7 @@ def test_a_step_runs_the_teacher_without_training_it(microbatches):
     """Of another width than the student."""
     student, teacher = quick.TwoTokenLM(8, VOCAB), quick.TwoTokenLM(6, VOCAB)
     params, taught = quick.random_params(student), quick.random_params(teacher, seed=5)
-    objective = build_objective(DistillConfig(teacher="teacher", temperature=2.0, alpha=0.5), 0.0)
+    objective = DistillConfig(teacher="teacher", temperature=2.0, alpha=0.5).build(0.0)
     step = quick.build_step(student, microbatches=microbatches, objective=objective, teacher=teacher)
     state = quick.new_state(params).replace(teacher=jax.tree.map(jnp.array, taught))
     after, metrics, _ = step(state, BATCH)

@@ -13,7 +13,6 @@ from lmtrain.models.interface import MAIN, outputs_of
 from lmtrain.models.llama.config import LlamaConfig
 from lmtrain.models.mpt.config import MptConfig
 from lmtrain.objectives.config import DpoConfig, OrpoConfig
-from lmtrain.objectives.registry import build_objective
 
 VOCAB = 11
 MODEL = quick.TwoTokenLM(8, VOCAB)
@@ -50,7 +49,7 @@ def check_equal(found, gradients):
 def test_a_step_equals_the_formula_on_single_sequences(name, microbatches):
     """Microbatches have different numbers of pairs: two and three."""
     (loss, accuracy), gradients = expected(name, lambda params, ids: MODEL.apply({"params": params}, ids), PARAMS)
-    objective = build_objective(OF[name], 0.0)
+    objective = OF[name].build(0.0)
     metrics, found = quick.metrics_and_gradients(MODEL, PARAMS, BATCH, objective=objective, microbatches=microbatches)
     assert metrics["train/loss"] == pytest.approx(float(loss), rel=1e-5)
     assert metrics["train/rewards/accuracies"] == pytest.approx(float(accuracy))
@@ -64,7 +63,7 @@ def test_a_pair_with_an_answer_without_targets_does_not_count(name):
     """Such as one whose prompt alone fills its half of a sequence."""
     cut = packed([*WINDOWS, [random_pairs(VOCAB, [(9, 2, 2)], seed=5)[0]]], 20, [*REFERENCE, -3, -4])
     cut["loss_mask"][-1, 11:] = False
-    objective = build_objective(OF[name], 0.0)
+    objective = OF[name].build(0.0)
     metrics, gradients = quick.metrics_and_gradients(MODEL, PARAMS, BATCH, objective=objective)
     with_cut, others = quick.metrics_and_gradients(MODEL, PARAMS, cut, objective=objective)
     assert with_cut == pytest.approx(metrics, rel=1e-5)
@@ -74,14 +73,14 @@ def test_a_pair_with_an_answer_without_targets_does_not_count(name):
 @pytest.mark.parametrize("name", OF)
 def test_a_batch_without_pairs_has_loss_and_gradients_of_zero(name):
     batch = packed([[], []], 8)
-    loss, gradients = quick.loss_and_gradients(MODEL, PARAMS, batch, objective=build_objective(OF[name], 0.0))
+    loss, gradients = quick.loss_and_gradients(MODEL, PARAMS, batch, objective=OF[name].build(0.0))
     assert loss == 0
     assert not any(leaf.any() for leaf in jax.tree.leaves(gradients))
 
 
 def test_odds_of_certain_answers_are_finite():
     certain = jax.tree.map(lambda leaf: 100 * leaf, PARAMS)
-    loss, gradients = quick.loss_and_gradients(MODEL, certain, BATCH, objective=build_objective(OF["orpo"], 0.0))
+    loss, gradients = quick.loss_and_gradients(MODEL, certain, BATCH, objective=OF["orpo"].build(0.0))
     assert np.isfinite(loss)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradients))
 
@@ -116,7 +115,7 @@ def test_losses_and_gradients_of_families_equal_the_formulas(family, adapts):
 
     for name in OF:
         (loss, _), gradients = expected(name, apply, params, pairs, reference)
-        objective = build_objective(OF[name], 0.0)
+        objective = OF[name].build(0.0)
 
         def ours(params, objective=objective):
             outputs = adapted.apply({"params": params}, batch, True, method=outputs_of)

@@ -21,7 +21,6 @@ from lmtrain.hf.tokenizer import load_tokenizer
 from lmtrain.models.interface import outputs_of
 from lmtrain.models.registry import hf_family
 from lmtrain.objectives.config import DpoConfig, OrpoConfig
-from lmtrain.objectives.registry import build_objective
 from lmtrain.preprocess.recipe import chat_template_of
 from lmtrain.preprocess.record_reader import record_reader
 from lmtrain.preprocess.tokenize import tokenize
@@ -98,7 +97,7 @@ def test_losses_and_gradients_are_those_of_trl(in_torch, tmp_path, name, kind):
     pairs = random_pairs(VOCAB, [(3, 4, 2), (2, 3, 5)])
     apply = jax.jit(lambda params, ids: variant.model.apply({"params": params}, ids)[..., :VOCAB])
     of_reference = [float(answer_log_probs(apply, reference, *answer)[0].sum()) for pair in pairs for answer in pair]
-    objective = build_objective(OrpoConfig(beta=BETA) if kind == "orpo" else DpoConfig(beta=BETA, loss=kind), 0.0)
+    objective = (OrpoConfig(beta=BETA) if kind == "orpo" else DpoConfig(beta=BETA, loss=kind)).build(0.0)
     batch = packed([pairs], 24, of_reference)
 
     def loss(params):

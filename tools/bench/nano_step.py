@@ -25,6 +25,7 @@ from torch_gpt2 import Gpt2, Trainer
 from lmtrain.models.gpt2.config import Gpt2Config
 from lmtrain.models.registry import build_model
 from lmtrain.objectives.cross_entropy import CrossEntropy
+from lmtrain.objectives.interface import LOSS, Weighted
 from lmtrain.optim.config import AdamConfig
 from lmtrain.optim.optimizer import build_optimizer
 from lmtrain.optim.schedules import build_schedule
@@ -48,7 +49,11 @@ def lmtrain_step(tokens: np.ndarray, **execution: bool) -> Callable[[], float]:
     state = init_state(model, optimizer, abstract, shardings, seed=0)
     step = build_train_step(
         TrainStep(
-            model=model, objective=CrossEntropy(), optimizer=optimizer, schedule=schedule, num_microbatches={BATCH: 1}
+            model=model,
+            objective={LOSS: Weighted(CrossEntropy())},
+            optimizer=optimizer,
+            schedule=schedule,
+            num_microbatches={BATCH: 1},
         ),
         layout,
         shardings,

@@ -294,7 +294,7 @@ def build_program(
         log.info(f"XLA options: {', '.join(f'{name}={written(value)}' for name, value in options.items())}")
     step = TrainStep(
         model=model,
-        objective=build_objective(config.objective, config.z_loss_weight),
+        objective=build_objective(config.objective, config.z_loss_weight, config.model.further_losses),
         optimizer=optimizer,
         schedule=schedule,
         num_microbatches=batching.num_microbatches,

@@ -11,7 +11,6 @@ from lmtrain.data.batches import EvalSource, TrainSource, iterate, open_cache
 from lmtrain.data.caches import Cache, Caches, build_mixture, describe_epochs
 from lmtrain.evaluation.interface import Context, ValidationSet, open_validation_sets
 from lmtrain.hf.tokenizer import Tokenizer
-from lmtrain.objectives.registry import build_objective
 from lmtrain.run.config import RunConfig, data_seed
 from lmtrain.runtime.distributed import gather
 from lmtrain.runtime.logging import ALONE, Processes, log
@@ -97,7 +96,7 @@ def open_evaluation(
         batch_size=program.batching.eval_batch,
         processes=processes,
         folder=folder,
-        objective=build_objective(config.objective, config.z_loss_weight),
+        loss=config.objective.build(config.z_loss_weight),
         enforce_bos=config.data.enforce_bos,
         xla_options=program.xla_options,
     )

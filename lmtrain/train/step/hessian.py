@@ -12,7 +12,7 @@ import optax
 
 from lmtrain.models.interface import MAIN, LanguageModel, Outputs, outputs_of
 from lmtrain.objectives.cross_entropy import CrossEntropyRow, sample_targets
-from lmtrain.objectives.interface import Objective, sum_of_weights
+from lmtrain.objectives.interface import Loss, sum_of_weights
 from lmtrain.objectives.row_losses import sum_of_row_losses
 
 
@@ -39,26 +39,26 @@ def sum_over_microbatches(
 def estimate_hessian(
     method: str,
     model: LanguageModel,
-    objective: Objective,
+    loss: Loss,
     params: Any,
     batch: Any,
     key: jax.Array,
     num_microbatches: int,
 ) -> Any:
-    """The Hessian diagonal of the batch's mean loss: a float32 tree with the structure of the parameters.
+    """The Hessian diagonal of the batch's mean of `loss`: a float32 tree with the structure of the parameters.
 
     hutchinson             u * (H u) with u drawn from a normal distribution: unbiased
     gauss_newton_bartlett  n g^2, where g is the gradient of the mean loss of n targets sampled from the model's own
-                           prediction: never negative. The loss is the cross-entropy with the objective's weights,
+                           prediction: never negative. The loss is the cross-entropy with the weights of the loss,
                            without label smoothing and z-loss.
     """
-    count = sum_of_weights(objective, batch)
+    count = sum_of_weights(loss, batch)
     draw_key, sample_key = jax.random.split(key)
     if method == "hutchinson":
         direction = optax.tree.random_like(draw_key, params, jax.random.normal)
 
         def product(micro: Any, key: jax.Array) -> Any:
-            gradient = jax.grad(lambda p: objective.loss_sum(_outputs(model, p, micro), micro).total)
+            gradient = jax.grad(lambda p: loss.loss_sum(_outputs(model, p, micro), micro).total)
             return jax.jvp(gradient, (params,), (direction,))[1]
 
         total = sum_over_microbatches(product, batch, sample_key, num_microbatches)
@@ -68,14 +68,14 @@ def estimate_hessian(
 
     def sampled(micro: Any, key: jax.Array) -> Any:
         targets = sample_targets(_outputs(model, params, micro)[MAIN], key)
-        weights = objective.weights(micro)
+        weights = loss.weights(micro)
         # gradients of positions are independent, and the weights apply to their squares
         roots = weights if weights.dtype == bool else jnp.sqrt(weights)
 
-        def loss(p: Any) -> jax.Array:
+        def of_targets(p: Any) -> jax.Array:
             return sum_of_row_losses(CrossEntropyRow(), _outputs(model, p, micro)[MAIN], targets, roots)
 
-        return jax.grad(loss)(params)
+        return jax.grad(of_targets)(params)
 
     total = sum_over_microbatches(sampled, batch, sample_key, num_microbatches)
     return jax.tree.map(lambda g: jnp.square(g.astype(jnp.float32)) / count, total)

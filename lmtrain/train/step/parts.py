@@ -14,17 +14,18 @@ from lmtrain.models.moe.grouped import supports
 from lmtrain.models.moe.load import balanced
 from lmtrain.models.params import copies
 from lmtrain.objectives.distillation import TAUGHT
-from lmtrain.objectives.interface import Objective
+from lmtrain.objectives.interface import Loss
 from lmtrain.train.step.hessian import estimate_hessian
 from lmtrain.train.step.norms import Watch
 from lmtrain.train.step.state import Averaging, TrainState, move_average
 
 
 class Work(NamedTuple):
-    """What a step computes with: parameters in the compute dtype, the batch, the key of its random numbers."""
+    """What a step computes with: the main loss, parameters in the compute dtype, the batch, the key of its random
+    numbers."""
 
     model: LanguageModel
-    objective: Objective
+    loss: Loss
     params: Any
     batch: Any
     key: jax.Array

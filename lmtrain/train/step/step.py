@@ -13,7 +13,7 @@ from lmtrain.models.interface import LanguageModel, outputs_of
 from lmtrain.models.layers.quantized import QUANTIZED
 from lmtrain.models.moe.load import BY_LAYER, LOAD, REDUCE, collect_load, load_metrics
 from lmtrain.models.params import AUXILIARY, Auxiliary, cast_to_compute, collect, has_auxiliary
-from lmtrain.objectives.interface import LossTerms, Objective, sum_of_weights
+from lmtrain.objectives.interface import LossTerms, Objective, further_losses, main_loss, sum_of_weights
 from lmtrain.optim.schedules import Schedule
 from lmtrain.optim.transforms import widen
 from lmtrain.sharding.local import num_parts, split_over
@@ -30,33 +30,41 @@ Metrics = dict[str, jax.Array]
 
 
 class LossSum(struct.PyTreeNode):
-    """Sums over a microbatch: the objective and its logged values, other logged values by name, auxiliary losses by
-    name, and the load of experts by router."""
+    """Sums over a microbatch: the main loss and its logged values, other logged values by name, further losses of the
+    objective and auxiliary ones of the model by name, and the load of experts by router."""
 
-    objective: LossTerms
+    main: LossTerms
     logged: Metrics
+    further: dict[str, Auxiliary]
     auxiliary: dict[str, Auxiliary]
     load: dict[str, jax.Array]
 
     @property
-    def weights(self) -> Metrics:
-        """The weights of the auxiliary losses, over all layers."""
-        return {name: value.weight.sum() for name, value in self.auxiliary.items()}
+    def added(self) -> dict[str, Auxiliary]:
+        """The losses besides the main one."""
+        if taken := self.further.keys() & self.auxiliary.keys():
+            raise ValueError(f"{', '.join(sorted(taken))}: a loss of the model and of the objective have the same name")
+        return self.further | self.auxiliary
 
-    def with_auxiliary(self, scales: Metrics) -> jax.Array:
-        """The objective plus coefficient * scale * total of each auxiliary loss."""
-        parts = (value.coefficient * scales[name] * value.total.sum() for name, value in self.auxiliary.items())
-        return sum(parts, start=self.objective.total)
+    @property
+    def weights(self) -> Metrics:
+        """The weights of the added losses, over all layers."""
+        return {name: value.weight.sum() for name, value in self.added.items()}
+
+    def with_added(self, scales: Metrics) -> jax.Array:
+        """The main loss plus coefficient * scale * total of each added one."""
+        parts = (value.coefficient * scales[name] * value.total.sum() for name, value in self.added.items())
+        return sum(parts, start=self.main.total)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainStep:
     """What defines a training step: (state, batch, requests) -> (state after one update, metrics, maximum of requests).
 
-    The loss is the mean of `objective` over the batch and does not depend on the number of microbatches, which
+    The loss is that of `objective` over the batch and does not depend on the number of microbatches, which
     `num_microbatches` gives for each batch size. `requests` are those of a run's processes, by device; the step returns
     the maximum of each; None for a run of one process (`norms.py`). Dropout is a function of (seed, step, microbatch).
-    Auxiliary losses of the model are added (`lmtrain/models/params.py`), but are not part of `train/loss`. Values that
+    `train/loss` is its main loss; auxiliary losses of the model are added too (`lmtrain/models/params.py`). Values that
     the model sows or that `jit_log` receives are part of the metrics. `parts` are the optional ones.
     """
 
@@ -73,10 +81,10 @@ class TrainStep:
         number = self.num_microbatches[batch["tokens"].shape[0]]
         key = jax.random.fold_in(jax.random.key(self.seed), state.step)
         params = cast_to_compute(state.params, self.compute_dtype)  # once for all microbatches
-        work = Work(self.model, self.objective, params, batch, key, number)
+        work = Work(self.model, main_loss(self.objective), params, batch, key, number)
         sums, gradients, weights = self._gradients(state, work)
-        scale = 1.0 / sum_of_weights(self.objective, batch)
-        loss = sums.objective.total * scale
+        scale = 1.0 / sum_of_weights(work.loss, batch)
+        loss = sums.main.total * scale
         gradients = jax.tree.map(lambda g, p: (widen(g) * scale).astype(p.dtype), gradients, state.params)
         extra = {"loss": loss} | {name: value for part in self.parts for name, value in part.arguments(work).items()}
         with collecting() as also_logged, jax.named_scope(OPTIMIZER_SCOPE):
@@ -90,7 +98,7 @@ class TrainStep:
             "train/learning_rate": self.schedule(state.step),
             "train/gradient_norm": optax.tree.norm(gradients),
         }
-        metrics |= {f"train/{name}": total * scale for name, total in sums.objective.logged.items()}
+        metrics |= {f"train/{name}": total * scale for name, total in sums.main.logged.items()}
         if (skipped := optax.tree.get(moments, "skipped")) is not None:
             metrics["optim/skipped_steps"] = skipped
         if requests is not None:
@@ -100,14 +108,14 @@ class TrainStep:
             metrics |= more
         logged = {name: total / number for name, total in sums.logged.items()} | also_logged.means
         metrics |= by_layer_of_experts(sums)
-        means = {name: value.total.sum() / weights[name] for name, value in sums.auxiliary.items()}
+        means = {name: value.total.sum() / weights[name] for name, value in sums.added.items()}
         means |= {name: REDUCE[name](v) for name, v in metrics.get(BY_LAYER, {}).items() if name in REDUCE}
         if taken := (metrics.keys() & (logged.keys() | means.keys())) | (logged.keys() & means.keys()):
             raise ValueError(f"jit_log: {', '.join(sorted(taken))}: this name is reserved by lmtrain; use another one")
         return after, metrics | logged | means, requests
 
     def _gradients(self, state: TrainState, work: Work) -> tuple[LossSum, Any, Metrics]:
-        """Sums over the batch, the gradients of the objective's sum with auxiliary losses, and the weights of these."""
+        """Sums over the batch, the gradients of the main loss's sum with the added ones, and the weights of these."""
         base = None if state.base is None else cast_to_compute(state.base, self.compute_dtype)
         collections: dict[str, Any] = {QUANTIZED: {}}
         for part in self.parts:
@@ -119,16 +127,16 @@ class TrainStep:
 
         weights: dict[str, jax.Array] = {}
         of_batch = (work.batch, work.key, work.num_microbatches)
-        if has_auxiliary(self.model):
+        if len(self.objective) > 1 or has_auxiliary(self.model):
             # of this forward pass, the compiler keeps only what the weights depend on: usually the shape of the batch
             weights = sum_over_microbatches(lambda *part: loss_sum(work.params, *part).weights, *of_batch)
             weights = {name: jnp.where(weight > 0, weight, 1.0) for name, weight in weights.items()}
-        count = sum_of_weights(self.objective, work.batch)
+        count = sum_of_weights(work.loss, work.batch)
 
         def value_and_grad(micro: Any, key: jax.Array) -> Any:
             def loss(params: Any) -> tuple[jax.Array, LossSum]:
                 sums = loss_sum(params, micro, key)
-                return sums.with_auxiliary({name: count / weight for name, weight in weights.items()}), sums
+                return sums.with_added({name: count / weight for name, weight in weights.items()}), sums
 
             (_, sums), gradients = jax.value_and_grad(loss, has_aux=True)(work.params)
             return sums, gradients
@@ -144,8 +152,9 @@ class TrainStep:
             logged.add_sown(sown)
             for part in self.parts:
                 batch = batch | part.inputs(state, batch)
-            loss = self.objective.loss_sum(outputs, batch)
-        return LossSum(loss, logged.means, collect(sown), collect_load(sown))
+            main = main_loss(self.objective).loss_sum(outputs, batch)
+            further = further_losses(self.objective, outputs, batch)
+        return LossSum(main, logged.means, further, collect(sown), collect_load(sown))
 
 
 def by_layer_of_experts(sums: LossSum) -> dict[str, Any]:
