@@ -199,12 +199,6 @@ def stored(params: Any, storage: str | None, convert: Callable[[jax.Array, str],
     return unflatten(flat)
 
 
-def storage_of(abstract: Any) -> str | None:
-    """The 8-bit format in which parameters are stored; None: none is."""
-    kinds = {leaf.dtype for leaf in jax.tree.leaves(abstract)}
-    return next((name for name, types in FORMATS.items() if types.values in kinds), None)
-
-
 def take_scales(params: Any) -> tuple[Any, Any]:
     """Parameters without the scales of those that are stored in 8 bits, and the collection `QUANTIZED` of these."""
     flat = dict(flatten(params))

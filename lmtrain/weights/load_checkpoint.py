@@ -25,31 +25,21 @@ from lmtrain.lora.model import (
 )
 from lmtrain.lora.sites import A, B
 from lmtrain.models.interface import LanguageModel
-from lmtrain.models.params import abstract_params, flatten, initializer, storage_of, stored, with_dtype
+from lmtrain.models.params import abstract_params, flatten, initializer, with_dtype
 from lmtrain.run.execution import parse_precision
 from lmtrain.runtime.logging import log
 from lmtrain.sharding.mesh import Layout
 from lmtrain.sharding.placement import parameter_shardings
 
 
-def new_params(
-    model: LanguageModel, key: jax.Array, abstract: Any, abstract_base: Any = None, base: Any = None
-) -> tuple[Any, Any]:
-    """New trained parameters, and the frozen base, in the dtypes of `abstract` and `abstract_base`.
+def new_params(model: LanguageModel, key: jax.Array, abstract: Any, base: Any = None) -> Any:
+    """New trained parameters in the dtypes of `abstract`; with LoRA, adapters of the frozen `base`.
 
-    Without LoRA, `abstract_base` and the frozen base are None. With LoRA, `base` is a base that exists already; the
-    frozen one is None then. Compile the call: it computes all values.
+    Compile the call: it computes all values.
     """
     params = nn.meta.unbox(initializer(model)(key))
-    if abstract_base is None:
-        return _like(params, abstract), None
-    adapters = start_from(params[ADAPTERS], params[BASE] if base is None else base)
-    if base is not None:
-        return _like(adapters, abstract), None
-    return _like(adapters, abstract), _like(stored(params[BASE], storage_of(abstract_base)), abstract_base)
-
-
-def _like(params: Any, abstract: Any) -> Any:
+    if isinstance(model, AdaptedModel):
+        params = start_from(params[ADAPTERS], base)
     return jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), params, abstract)
 
 

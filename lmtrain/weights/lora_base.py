@@ -18,15 +18,15 @@ if TYPE_CHECKING:
     from lmtrain.lora.model import AdaptedModel
     from lmtrain.sharding.mesh import Layout
 
-# Key of a checkpoint's run info: the base of its adapters.
+# Key of a checkpoint's run info: the base of its adapters. Its name in the state, too.
 BASE_ITEM = "base"
 
 _PATH = "initialize_from_checkpoint_path"
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
-class LoraBase(NamedTuple):
-    """Frozen parameters, their fingerprint and dtype, and for checkpoints where they are from."""
+class LoadedModel(NamedTuple):
+    """Parameters of a model that is not trained, their fingerprint and dtype, and for checkpoints its origin."""
 
     params: Any
     identity: BaseIdentity
@@ -55,7 +55,7 @@ def load_base(
     tokenizer: Mapping[str, Any],
     saved: Mapping[str, Any] | None = None,
     processes: Processes = ALONE,
-) -> LoraBase:
+) -> LoadedModel:
     """The base on its devices. `saved` describes the base of the checkpoint that adapters come from.
 
     `tokenizer` is the identity of the run's tokenizer.
@@ -94,7 +94,7 @@ def load_base(
             "restore it, or start a new run with another trainer.id"
         )
     log.info(f"base model: {where}, {dtype}, frozen; fingerprint {digest[:12]}")
-    return LoraBase(params, BaseIdentity(digest, dtype), {**source, "fingerprint": digest})
+    return LoadedModel(params, BaseIdentity(digest, dtype), {**source, "fingerprint": digest})
 
 
 def _checkpoint(config: RunConfig, saved: Mapping[str, Any] | None, processes: Processes = ALONE) -> Checkpoint:

@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import pytest
 
+from lmtrain.lora.model import BASE
 from lmtrain.models.params import flatten
 from lmtrain.run.config import RunConfig
 from lmtrain.train.program.program import build_program
@@ -23,7 +24,7 @@ def bytes_of(tree):
 
 def test_the_base_is_stored_in_its_own_dtype_and_has_no_moments():
     whole, adapted = plan(), plan(lora={"r": 2, "base_dtype": "bfloat16"})
-    assert {leaf.dtype.name for leaf in jax.tree.leaves(adapted.abstract.base)} == {"bfloat16"}
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(adapted.abstract.frozen[BASE])} == {"bfloat16"}
     assert adapted.state_bytes["base"] == whole.state_bytes["params"] // 2
     assert adapted.state_bytes["optimizer"] == pytest.approx(2 * adapted.state_bytes["params"], abs=100)
     assert set(adapted.abstract.parts) == {"params", "optimizer"}
@@ -39,18 +40,18 @@ def test_a_base_in_8_bits_takes_half_of_the_memory_and_its_adapters_are_trained(
         plan(lora=lora | more, trainer=trainer, optimizer={"learning_rate": 0.1, "warmup": 0})
         for more in ({}, {"base_quantization": "fp8"})
     )
-    kinds = {path: leaf.dtype.name for path, leaf in flatten(program.abstract.base).items()}
+    kinds = {path: leaf.dtype.name for path, leaf in flatten(program.abstract.frozen[BASE]).items()}
     assert kinds["blocks/mlp/up/kernel"] == "float8_e4m3fn"
     assert kinds["tokens/embedding"] == "bfloat16"
     in_blocks = sum(
         leaf.size
-        for path, leaf in flatten(whole.abstract.base).items()
+        for path, leaf in flatten(whole.abstract.frozen[BASE]).items()
         if path.startswith("blocks/") and "kernel" in path
     )
     saved = whole.state_bytes["base"] - program.state_bytes["base"]
     assert saved == in_blocks - 4 * 2 * 7  # a float32 scale for each of 7 matrices of 2 layers
-    base = whole.init().base
-    state = program.init(program.in_storage(base))
+    base = whole.init().frozen[BASE]
+    state = program.init({BASE: program.in_storage(base)})
     assert base["blocks"]["mlp"]["up"]["kernel"].is_deleted()  # a device never holds two copies of all
     assert not base["tokens"]["embedding"].is_deleted()
     batch = jax.tree.map(lambda leaf: np.ones(leaf.shape, leaf.dtype), program.example()[1])
@@ -81,7 +82,7 @@ def test_the_flops_are_those_without_gradients_of_weights():
 def test_a_step_changes_the_adapters_only_and_both_of_their_matrices():
     program = plan(lora={"r": 2}, optimizer={"learning_rate": 0.1, "warmup": 0})
     state = program.init()
-    before = jax.tree.map(np.asarray, (state.params, state.base))
+    before = jax.tree.map(np.asarray, (state.params, state.frozen[BASE]))
     batch = jax.tree.map(lambda leaf: np.ones(leaf.shape, leaf.dtype), program.example()[1])
     batch["tokens"] = np.random.default_rng(0).integers(0, VOCAB, batch["tokens"].shape, dtype=np.int32)
     for _ in range(2):  # the first step changes B only, as B is zero
@@ -90,5 +91,5 @@ def test_a_step_changes_the_adapters_only_and_both_of_their_matrices():
         jax.tree_util.tree_leaves_with_path(before[0]), jax.tree.leaves(state.params), strict=True
     ):
         assert np.abs(new - old).max() > 0, path
-    for old, new in zip(jax.tree.leaves(before[1]), jax.tree.leaves(state.base), strict=True):
+    for old, new in zip(jax.tree.leaves(before[1]), jax.tree.leaves(state.frozen[BASE]), strict=True):
         np.testing.assert_array_equal(old, new)

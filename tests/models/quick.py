@@ -20,7 +20,7 @@ from lmtrain.objectives.interface import LOSS, Weighted
 from lmtrain.sharding.config import PartitioningConfig
 from lmtrain.sharding.mesh import Layout, MeshFunction, build_layout
 from lmtrain.train.step.parts import choose_parts
-from lmtrain.train.step.state import TrainState, add_teacher, new_average, state_shardings
+from lmtrain.train.step.state import TEACHER, Frozen, TrainState, new_average, state_shardings
 from lmtrain.train.step.step import TrainStep, build_train_step
 
 
@@ -92,9 +92,8 @@ def build_step(
     **more: Any,
 ) -> MeshFunction:
     """The training step of a model with parameters in `dtype`, for batches of any size."""
-    _, shardings = state_shardings(model, optimizer, layout, dtype, averages="averaging" in more)
-    if "teacher" in more:
-        _, shardings = add_teacher(shardings, shardings, more["teacher"], layout, dtype)
+    frozen = {TEACHER: Frozen(more["teacher"], dtype)} if "teacher" in more else {}
+    _, shardings = state_shardings(model, optimizer, layout, dtype, "averaging" in more, frozen)
     number = defaultdict(lambda: microbatches)
     step = TrainStep(
         model=model,

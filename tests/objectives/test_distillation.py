@@ -10,7 +10,7 @@ from models import quick
 from lmtrain.models.interface import MAIN, Head
 from lmtrain.objectives.config import DistillConfig
 from lmtrain.objectives.distillation import TAUGHT
-from lmtrain.train.step.state import TrainState
+from lmtrain.train.step.state import TEACHER, TrainState
 
 VOCAB, PADDED, ROWS, LENGTH = 11, 12, 3, 4
 RNG = np.random.default_rng(0)
@@ -83,9 +83,9 @@ def test_a_step_runs_the_teacher_without_training_it(microbatches):
     params, taught = quick.random_params(student), quick.random_params(teacher, seed=5)
     objective = DistillConfig(teacher="teacher", temperature=2.0, alpha=0.5).build(0.0)
     step = quick.build_step(student, microbatches=microbatches, objective=objective, teacher=teacher)
-    state = quick.new_state(params).replace(teacher=jax.tree.map(jnp.array, taught))
+    state = quick.new_state(params).replace(frozen={TEACHER: jax.tree.map(jnp.array, taught)})
     after, metrics, _ = step(state, BATCH)
-    jax.tree.map(np.testing.assert_array_equal, after.teacher, taught)
+    jax.tree.map(np.testing.assert_array_equal, after.frozen[TEACHER], taught)
 
     def by_formula(params):
         ours, theirs = (

@@ -140,7 +140,7 @@ def test_layers_that_cannot_be_trained_here_are_refused_by_name(tmp_path, settin
 
 def test_new_adapters_are_distributed_as_those_of_peft(tmp_path):
     exported = Exported(tmp_path, "llama", {"hidden_dim": 64}, {"r": 64, "target_modules": ["q_proj"]})
-    state = build_program(exported.config, exported.model.vocab_size).init(exported.params[BASE])
+    state = build_program(exported.config, exported.model.vocab_size).init({BASE: exported.params[BASE]})
     ours = np.asarray(state.params["blocks"]["attn"]["q"]["lora_a"])
     assert not np.asarray(state.params["blocks"]["attn"]["q"]["lora_b"]).any()
     settings = PeftConfig(r=64, target_modules=["q_proj"], task_type="CAUSAL_LM")

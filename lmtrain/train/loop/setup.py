@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lmtrain.checkpoint.checkpointer import Checkpointer
@@ -10,7 +11,7 @@ from lmtrain.data.caches import Caches
 from lmtrain.data.verification import verify_in_background
 from lmtrain.evaluation.interface import Context
 from lmtrain.hf.tokenizer import Tokenizer
-from lmtrain.lora.model import AdaptedModel
+from lmtrain.lora.model import BASE
 from lmtrain.run.config import RunConfig
 from lmtrain.run.run import Run, run_identity
 from lmtrain.runtime.logging import Processes
@@ -19,13 +20,12 @@ from lmtrain.tracking.goodput import RESTORE, START_UP, Ledger, Timer
 from lmtrain.train.loop.saver import Decisions, Saver
 from lmtrain.train.program.program import Program, build_program
 from lmtrain.train.start.initial_state import begin
-from lmtrain.train.start.reference import REFERENCE, TEACHER, Reference, load_teacher
+from lmtrain.train.start.reference import REFERENCE, Reference, load_frozen
 from lmtrain.train.start.reporting import Reporting, describe_run, log_program, open_reporting
 from lmtrain.train.start.resume import DECISIONS, check_identity
 from lmtrain.train.start.train_batches import TrainBatches, is_pending, open_evaluation
 from lmtrain.train.step.state import TrainState
 from lmtrain.weights.hf_config import hf_ref
-from lmtrain.weights.lora_base import BASE_ITEM, LoraBase, load_base
 from lmtrain.weights.run_files import generation_of, keep_config, keep_tokenizer, template_of
 
 if TYPE_CHECKING:
@@ -70,62 +70,29 @@ def set_up(
     timer = Timer()
     ledger = Ledger(run.logs if processes.is_first else None, timer, began)
     ledger.write()  # records a start that fails before its first step too
+    saved = {} if own is None else own.read_run_info()
 
-    # Program: what each device computes and holds. Unsupported settings are refused before the state exists.
-    program = build_program(config, tokenizer.vocab_size)
-    log_program(program)
-    program.check_products_pay()
-    program.memory_use.check_fits()
-
-    # Data
-    batches = TrainBatches(config, caches, program.layout)
-    for cache in [*caches.train.values(), *caches.validation.values()] if processes.is_first else []:
-        if not is_url(cache.folder):
-            verify_in_background(cache.folder, cache.shards)
+    program = _build_program(config, tokenizer)
+    batches = _open_batches(config, caches, program, processes)
     evaluation = open_evaluation(program, caches, tokenizer, run.logs, processes)
     exporter = _open_exporter(run, config, caches, program, tokenizer, processes)
-
-    # State: from the run's own checkpoint, from another model, or newly initialized.
-    saved = {} if own is None else own.read_run_info()
     with timer.section(START_UP if own is None else RESTORE):
-        base = None
-        if isinstance(program.model, AdaptedModel):
-            if own is not None:  # first: another base_dtype would look like another base
-                check_identity(own, run_identity(config, tokenizer.identity, caches.identity))
-            base = load_base(
-                config,
-                program.model,
-                program.layout,
-                hf_ref(config),
-                tokenizer.identity,
-                saved.get(BASE_ITEM),
-                processes,
-            )
-            if exporter is not None:
-                exporter.set_base(base.identity)
-            base = base._replace(params=program.in_storage(base.params))
-        run_info = describe_run(config, run.id, tokenizer.identity, caches, program, base)
-        reference = None
-        if config.objective.needs_reference and (own is not None or base is not None):
-            # before the state takes the memory
-            reference = _find_reference(program, base, saved, processes)
+        if own is not None and config.lora is not None:  # first: another base_dtype would look like another base
+            check_identity(own, run_identity(config, tokenizer.identity, caches.identity))
+        frozen = load_frozen(program, tokenizer.identity, saved, processes)
+        if exporter is not None and BASE in frozen:
+            exporter.set_base(frozen[BASE].identity)
+        run_info = describe_run(config, run.id, tokenizer.identity, caches, program, frozen)
+        needed, reference = config.objective.needs_reference, None
+        if needed and (reference := Reference.before_state(program, frozen, saved, processes)):
             evaluation = reference.add_to(caches, batches, evaluation)
-        teacher = None
-        if program.teacher is not None:
-            teacher, run_info[TEACHER] = load_teacher(program, saved.get(TEACHER))
-        state, step = begin(program, own, run_info, hf_ref(config), processes, base, teacher)
-        if config.objective.needs_reference and reference is None:
+        state, step = begin(program, own, run_info, hf_ref(config), processes, frozen)
+        if needed and reference is None:
             reference = Reference.of(program, state.params, processes)
             evaluation = reference.add_to(caches, batches, evaluation)
         if reference is not None:
             run_info |= {REFERENCE: reference.digest}
-
-    # Reporting
-    def write_files() -> None:
-        keep_config(run)
-        if own is None or saved["identity"]["tokenizer"] == tokenizer.identity:
-            keep_tokenizer(run, tokenizer)
-
+    write_files = partial(_write_files, run, tokenizer, saved)
     if processes.is_first:
         keep_config(run)  # not before: the config of a refused start is not the run's
     reporting = open_reporting(run, program, run_info, step, timer, ledger, processes, write_files)
@@ -140,13 +107,29 @@ def set_up(
     )
 
 
-def _find_reference(
-    program: Program, base: LoraBase | None, saved: Mapping[str, Any], processes: Processes
-) -> Reference:
-    """The reference of preferences: the frozen base, or the model that a run that resumes started from."""
-    if base is not None:
-        return Reference(program, base.identity.fingerprint, lambda: base.params, processes)
-    return Reference.saved(program, saved[REFERENCE], processes)
+def _build_program(config: RunConfig, tokenizer: Tokenizer) -> Program:
+    """What each device computes and holds. Settings that do not fit are refused before the state exists."""
+    program = build_program(config, tokenizer.vocab_size)
+    log_program(program)
+    program.check_products_pay()
+    program.memory_use.check_fits()
+    return program
+
+
+def _open_batches(config: RunConfig, caches: Caches, program: Program, processes: Processes) -> TrainBatches:
+    """The training batches; the files of all caches are verified in the background."""
+    batches = TrainBatches(config, caches, program.layout)
+    for cache in [*caches.train.values(), *caches.validation.values()] if processes.is_first else []:
+        if not is_url(cache.folder):
+            verify_in_background(cache.folder, cache.shards)
+    return batches
+
+
+def _write_files(run: Run, tokenizer: Tokenizer, saved: Mapping[str, Any]) -> None:
+    """Write the files of the run that exports and samples need. `saved` is the run info that it resumes from."""
+    keep_config(run)
+    if not saved or saved["identity"]["tokenizer"] == tokenizer.identity:
+        keep_tokenizer(run, tokenizer)
 
 
 def _open_exporter(

@@ -11,7 +11,7 @@ import jax
 from lmtrain.config.describe import written
 from lmtrain.evaluation.eval_step import build_eval_step
 from lmtrain.hf.tokenizer import TextSizes
-from lmtrain.lora.model import adapt, trainable
+from lmtrain.lora.model import BASE, AdaptedModel, adapt, trainable
 from lmtrain.models.attention.kernel import Choice, choose_attention, log_attention
 from lmtrain.models.interface import LanguageModel
 from lmtrain.models.layers.quantized import Quantized
@@ -46,7 +46,15 @@ from lmtrain.train.program.parts import (
 )
 from lmtrain.train.step.norms import Watch
 from lmtrain.train.step.parts import choose_parts
-from lmtrain.train.step.state import TrainState, add_teacher, build_averaging, init_state, state_bytes, state_shardings
+from lmtrain.train.step.state import (
+    TEACHER,
+    Frozen,
+    TrainState,
+    build_averaging,
+    init_state,
+    state_bytes,
+    state_shardings,
+)
 from lmtrain.train.step.step import TrainStep, build_train_step
 from lmtrain.transfer.factors import factor_trees
 
@@ -61,8 +69,8 @@ class Program:
     `train_step` is compiled at its first call. `platform` of the devices: cpu, gpu or tpu. `attention` is the kernel's
     name and the reason for the choice, `replicas` the number of replicas over slices and the reason, `products` the
     kernel of experts (None without), `expert_parts` the number of devices that split them. `factors` of the transfer
-    between sizes: trees like the parameters, see `lmtrain/transfer/factors.py`; None without. `teacher` of a
-    distillation, None without.
+    between sizes: trees like the parameters, see `lmtrain/transfer/factors.py`; None without. `frozen` are the models
+    that are not trained, by name; `teacher` that of a distillation, None without.
     """
 
     config: RunConfig
@@ -80,21 +88,20 @@ class Program:
     products: Choice | None
     expert_parts: ExpertParts
     factors: Mapping[str, Any] | None
+    frozen: Mapping[str, Frozen]
     teacher: Teacher | None = None
 
-    def init(self, base: Any = None, teacher: Any = None) -> TrainState:
-        """A newly initialized state. `base` are the frozen parameters of a run with LoRA, `teacher` those of a
-        distillation; None: newly initialized too."""
+    def init(self, given: Mapping[str, Any] | None = None) -> TrainState:
+        """A newly initialized state. `given` are parameters of frozen models by name; others are new, too."""
         return init_state(
             self.model,
             self.optimizer,
             self.abstract,
             self.shardings,
             seed=self.config.trainer.seed,
-            base=base,
             factors=self.factors,
-            teacher=self.teacher.model if self.teacher else None,
-            teacher_params=teacher,
+            frozen=self.frozen,
+            given=given,
         )
 
     def in_storage(self, base: Any) -> Any:
@@ -263,14 +270,15 @@ def build_program(
     optimizer = build_optimizer(config.optimizer, schedule, axes, factors)
     averaging = build_averaging(trainer.model_averaging)
 
+    frozen = {}
+    if isinstance(model, AdaptedModel):
+        dtype = config.base_dtype or trainer.precision.params
+        frozen[BASE] = Frozen(model.inner, dtype, config.base_quantization)
+    if teacher is not None:
+        frozen[TEACHER] = Frozen(teacher.model, trainer.precision.compute)
+
     def state_in(layout: Layout) -> tuple[TrainState, TrainState]:
-        params = trainer.precision.params
-        abstract, shardings = state_shardings(
-            model, optimizer, layout, params, averaging is not None, config.base_dtype, config.base_quantization
-        )
-        if teacher is None:
-            return abstract, shardings
-        return add_teacher(abstract, shardings, teacher.model, layout, trainer.precision.compute)
+        return state_shardings(model, optimizer, layout, trainer.precision.params, averaging is not None, frozen)
 
     memory = accelerator.memory if accelerator else None
     replicas = choose_replicas(
@@ -326,6 +334,7 @@ def build_program(
         products=products,
         expert_parts=expert_parts,
         factors=factors,
+        frozen=frozen,
         teacher=teacher,
     )
 

@@ -24,7 +24,8 @@ from lmtrain.checkpoint.discovery import Checkpoint
 from lmtrain.checkpoint.staging import local_copy
 from lmtrain.checkpoint.verify import choose_checkpoint
 from lmtrain.config.tree import require_equal
-from lmtrain.lora.model import AdaptedModel
+from lmtrain.lora.config import LoraConfig
+from lmtrain.lora.model import BASE, AdaptedModel
 from lmtrain.optim.optimizer import restart_schedule
 from lmtrain.run.config import RunConfig
 from lmtrain.runtime.errors import UserError, errors_of
@@ -32,7 +33,7 @@ from lmtrain.runtime.logging import ALONE, Processes, log
 from lmtrain.train.program.program import Program
 from lmtrain.train.start.resume import check_same_run
 from lmtrain.train.step.state import TrainState, new_average
-from lmtrain.weights.lora_base import LoraBase
+from lmtrain.weights.lora_base import LoadedModel
 
 _MAX_LISTED = 5
 
@@ -140,82 +141,53 @@ def begin(
     run_info: Mapping[str, Any],
     begin_from_hf: str | None,
     processes: Processes = ALONE,
-    base: LoraBase | None = None,
-    teacher: Any = None,
+    frozen: Mapping[str, LoadedModel] | None = None,
 ) -> tuple[TrainState, int]:
-    """The state to train from, and its number of finished updates; `own` is the checkpoint the run resumes from.
-
-    `base` is the frozen base of a run with LoRA, `teacher` has the parameters of the teacher of a distillation.
+    """The state to train from, and its number of finished updates; `own` is the checkpoint the run resumes from, and
+    `frozen` are the models that are not trained, by name.
 
     Raises `UserError` for a checkpoint that does not match the run.
     """
-    state, step = _begin(program, own, run_info, begin_from_hf, processes, base, teacher)
-    return state.replace(teacher=teacher), step
+    config, models = program.config, frozen or {}
+    given = {name: each.params for name, each in models.items()}
+    step = 0
+    if own is not None:
+        state, step = _resumed(program, own, run_info, begin_from_hf, given), own.step
+    elif config.lora is not None:
+        state = _new_adapters(program, config.lora, models[BASE], given)
+    elif config.trainer.initialize_from is not None:
+        state, step = _of_other_run(program, config.trainer.initialize_from, run_info, processes, given)
+    elif config.initialize_from_checkpoint_path is not None:
+        state = _of_checkpoint(program, config.initialize_from_checkpoint_path, run_info, processes, given)
+    else:
+        state = _new(program, given)
+        if begin_from_hf is not None:
+            state = _with_weights_of(begin_from_hf, program, state)
+        else:
+            log.info(f"a new run: parameters are initialized from trainer.seed {config.trainer.seed}")
+    return state.replace(frozen=given), step
 
 
-def _begin(
-    program: Program,
-    own: Checkpoint | None,
-    run_info: Mapping[str, Any],
-    begin_from_hf: str | None,
-    processes: Processes,
-    base: LoraBase | None,
-    teacher: Any,
-) -> tuple[TrainState, int]:
+def _resumed(
+    program: Program, own: Checkpoint, run_info: Mapping[str, Any], begin_from_hf: str | None, given: Mapping[str, Any]
+) -> TrainState:
     config = program.config
-    trainer = config.trainer
-    partial = trainer.allow_partial_checkpoint
+    check_same_run(own, run_info)
+    log.info(f"resuming after step {own.step:,} from {own.path} (to start a new run, set another trainer.id)")
     settings = {
-        "trainer.initialize_from": trainer.initialize_from,
+        "trainer.initialize_from": config.trainer.initialize_from,
         "initialize_from_checkpoint_path": config.initialize_from_checkpoint_path,
         "initialize_from_hf": begin_from_hf,
     }
-    if own is not None:
-        check_same_run(own, run_info)
-        log.info(f"resuming after step {own.step:,} from {own.path} (to start a new run, set another trainer.id)")
-        if base is not None:
-            return _restore(program, own, partial, base.params), own.step
-        for name in [name for name, value in settings.items() if value is not None]:
+    for name, value in settings.items():
+        if value is not None and config.lora is None:
             log.info(f"{name}: {_IGNORED}")
-        return _restore(program, own, partial), own.step
-    if base is not None:
-        return _new_adapters(program, base, teacher), 0
-    if trainer.initialize_from is not None:
-        checkpoint = _other_run("trainer.initialize_from", trainer.initialize_from, run_info, program, processes)
-        if checkpoint.step >= trainer.num_train_steps:
-            raise UserError(
-                f"trainer.initialize_from: {checkpoint.path} is at step {checkpoint.step:,} already, but "
-                f"trainer.num_train_steps is {trainer.num_train_steps:,}; increase it"
-            )
-        log.info(f"starting from the state of {checkpoint.path}, after its step {checkpoint.step:,}")
-        return _restore(program, checkpoint, partial), checkpoint.step
-    if config.initialize_from_checkpoint_path is not None:
-        path = config.initialize_from_checkpoint_path
-        checkpoint = _other_run("initialize_from_checkpoint_path", path, run_info, program, processes)
-        log.info(f"starting from parameters and optimizer moments of {checkpoint.path}, at step 0")
-        state = _restore(program, checkpoint, partial)
-        first = jax.device_put(jnp.int32(0), program.shardings.step)
-        return state.replace(step=first, opt_state=restart_schedule(state.opt_state)), 0
-    with program.explaining_errors():
-        state = program.init(teacher=teacher)
-    if begin_from_hf is not None:
-        from lmtrain.weights.load_hf import load_hf_params
-
-        params = load_hf_params(begin_from_hf, config.model, program.model, program.layout, trainer.precision.params)
-        ema_params = trainer.model_averaging and new_average(params)
-        state = state.replace(params=params, ema_params=ema_params)
-        log.info(f"starting from the weights of {begin_from_hf}")
-    else:
-        log.info(f"a new run: parameters are initialized from trainer.seed {trainer.seed}")
-    return state, 0
+    return _restore(program, own, given)
 
 
-def _new_adapters(program: Program, base: LoraBase, teacher: Any) -> TrainState:
-    """The initial state of a run with LoRA."""
-    with program.explaining_errors():
-        state = program.init(base.params, teacher)
-    lora = program.config.lora
-    if lora is None or lora.initialize_from is None:
+def _new_adapters(program: Program, lora: LoraConfig, base: LoadedModel, given: Mapping[str, Any]) -> TrainState:
+    state = _new(program, given)
+    if lora.initialize_from is None:
         log.info(f"a new run: adapters are initialized from trainer.seed {program.config.trainer.seed}")
         return state
     from lmtrain.weights.load_hf import check_base, load_peft_adapter
@@ -227,13 +199,52 @@ def _new_adapters(program: Program, base: LoraBase, teacher: Any) -> TrainState:
     return state.replace(params=params, ema_params=state.ema_params and new_average(params))
 
 
-def _restore(program: Program, checkpoint: Checkpoint, partial: bool, base: Any = None) -> TrainState:
+def _of_other_run(
+    program: Program, path: str, run_info: Mapping[str, Any], processes: Processes, given: Mapping[str, Any]
+) -> tuple[TrainState, int]:
+    checkpoint = _other_run("trainer.initialize_from", path, run_info, program, processes)
+    last = program.config.trainer.num_train_steps
+    if checkpoint.step >= last:
+        raise UserError(
+            f"trainer.initialize_from: {checkpoint.path} is at step {checkpoint.step:,} already, but "
+            f"trainer.num_train_steps is {last:,}; increase it"
+        )
+    log.info(f"starting from the state of {checkpoint.path}, after its step {checkpoint.step:,}")
+    return _restore(program, checkpoint, given), checkpoint.step
+
+
+def _of_checkpoint(
+    program: Program, path: str, run_info: Mapping[str, Any], processes: Processes, given: Mapping[str, Any]
+) -> TrainState:
+    checkpoint = _other_run("initialize_from_checkpoint_path", path, run_info, program, processes)
+    log.info(f"starting from parameters and optimizer moments of {checkpoint.path}, at step 0")
+    state = _restore(program, checkpoint, given)
+    first = jax.device_put(jnp.int32(0), program.shardings.step)
+    return state.replace(step=first, opt_state=restart_schedule(state.opt_state))
+
+
+def _with_weights_of(ref: str, program: Program, state: TrainState) -> TrainState:
+    from lmtrain.weights.load_hf import load_hf_params
+
+    config = program.config
+    params = load_hf_params(ref, config.model, program.model, program.layout, config.trainer.precision.params)
+    log.info(f"starting from the weights of {ref}")
+    return state.replace(params=params, ema_params=state.ema_params and new_average(params))
+
+
+def _new(program: Program, given: Mapping[str, Any]) -> TrainState:
     with program.explaining_errors():
-        fresh = functools.partial(program.init, base) if partial else None
-        settings = program.config.trainer.checkpointer
+        return program.init(given)
+
+
+def _restore(program: Program, checkpoint: Checkpoint, given: Mapping[str, Any]) -> TrainState:
+    trainer = program.config.trainer
+    with program.explaining_errors():
+        fresh = functools.partial(program.init, given) if trainer.allow_partial_checkpoint else None
         try:
-            state = restore_state(checkpoint, program.abstract, program.shardings, fresh, settings.staging_dir)
-            return state.replace(base=base)
+            return restore_state(
+                checkpoint, program.abstract, program.shardings, fresh, trainer.checkpointer.staging_dir
+            )
         except UserError:
             raise
         except (ValueError, KeyError, OSError) as error:  # raised by Orbax for invalid files

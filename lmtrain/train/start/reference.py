@@ -1,9 +1,9 @@
-"""Frozen models of an objective: the teacher, and log-probabilities of answers by the reference of preference tuning,
-which is the model that training starts from.
+"""Models that are not trained: the base of adapters, the teacher, and the reference of preference tuning, which is the
+model that training starts from.
 
-They are computed on the run's devices before the first step, and stored next to each token cache under a hash of the
-reference's parameters and of all else that determines them, followed by its checksum. With LoRA the reference is the
-frozen base.
+Log-probabilities of answers by the reference are computed on the run's devices before the first step, and stored next
+to each token cache under a hash of the reference's parameters and of all else that determines them, followed by its
+checksum. With LoRA the reference is the frozen base.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ from lmtrain.data.caches import Cache, Caches
 from lmtrain.data.windows import PairWindows
 from lmtrain.evaluation.eval_step import build_forward_step, read_ahead
 from lmtrain.evaluation.interface import Context, ValidationSet
-from lmtrain.lora.model import AdaptedModel, fingerprint
+from lmtrain.lora.model import BASE, AdaptedModel, fingerprint
 from lmtrain.objectives.preferences import answer_log_probs
 from lmtrain.run.config import RunConfig
 from lmtrain.runtime.distributed import gather
@@ -39,11 +39,15 @@ from lmtrain.runtime.storage import (
     write_bytes,
 )
 from lmtrain.sharding.mesh import MeshFunction
+from lmtrain.train.program.parts import Teacher
 from lmtrain.train.program.program import Program
 from lmtrain.train.start.train_batches import TrainBatches
+from lmtrain.train.step.state import TEACHER
+from lmtrain.weights.export_folder import BaseIdentity
 from lmtrain.weights.hf_config import hf_ref
 from lmtrain.weights.load_checkpoint import restore_params
 from lmtrain.weights.load_hf import load_hf_params
+from lmtrain.weights.lora_base import LoadedModel, load_base
 
 # Key of a checkpoint's run info: the fingerprint of the reference's parameters.
 REFERENCE = "reference"
@@ -69,6 +73,16 @@ class Reference:
     def of(cls, program: Program, params: Any, processes: Processes) -> "Reference":
         """The reference with these parameters of the model, without adapters."""
         return cls(program, fingerprint(params, program.layout), lambda: params, processes)
+
+    @classmethod
+    def before_state(
+        cls, program: Program, frozen: Mapping[str, LoadedModel], saved: Mapping[str, Any], processes: Processes
+    ) -> "Reference | None":
+        """The reference that exists before the state takes the memory: the frozen base, or the model that a run that
+        resumes started from; None for a new run, whose initial state it is."""
+        if base := frozen.get(BASE):
+            return cls(program, base.identity.fingerprint, lambda: base.params, processes)
+        return cls.saved(program, saved[REFERENCE], processes) if saved else None
 
     @classmethod
     def saved(cls, program: Program, digest: str, processes: Processes) -> "Reference":
@@ -210,18 +224,30 @@ def _initial_params(program: Program, processes: Processes) -> Any:
         return restore_params(checkpoint, program.model, program.layout, settings.staging_dir, averaged=False)
 
 
-# Key of a checkpoint's run info: the teacher and the fingerprint of its parameters.
-TEACHER = "teacher"
+def load_frozen(
+    program: Program, tokenizer: Mapping[str, Any], saved: Mapping[str, Any], processes: Processes
+) -> dict[str, LoadedModel]:
+    """The models of a run that are not trained, on its devices, by their names in the state and in the run info.
 
-
-def load_teacher(program: Program, saved: Mapping[str, Any] | None) -> tuple[Any, dict[str, Any]]:
-    """The teacher on its devices, in the dtype of the computation; and its description for checkpoints.
-
-    `saved` is that of the checkpoint that the run resumes from. Raises `UserError` if the teacher has changed: its
-    parameters, or what its config.json makes of them.
+    `tokenizer` is the identity of the run's tokenizer, `saved` the run info of the checkpoint that the run resumes
+    from, empty for a new run. Raises `UserError` for a model that has changed.
     """
-    teacher = program.teacher
-    assert teacher is not None
+    found, config = {}, program.config
+    if isinstance(program.model, AdaptedModel):
+        model, layout, ref = program.model, program.layout, hf_ref(config)
+        base = load_base(config, model, layout, ref, tokenizer, saved.get(BASE), processes)
+        found[BASE] = base._replace(params=program.in_storage(base.params))
+    if program.teacher is not None:
+        found[TEACHER] = load_teacher(program, program.teacher, saved.get(TEACHER))
+    return found
+
+
+def load_teacher(program: Program, teacher: Teacher, saved: Mapping[str, Any] | None) -> LoadedModel:
+    """The teacher in the dtype of the computation.
+
+    `saved` is its run info in the checkpoint that the run resumes from. Raises `UserError` if the teacher has changed:
+    its parameters, or what its config.json makes of them.
+    """
     dtype = program.config.trainer.precision.compute
     with errors_of("objective.teacher"):
         params = load_hf_params(teacher.ref, teacher.config, teacher.model, program.layout, dtype)
@@ -236,4 +262,5 @@ def load_teacher(program: Program, saved: Mapping[str, Any] | None) -> tuple[Any
             advice = "restore it, or start a new run with another trainer.id"
             require_equal(saved["model"], computation, f"the config.json of {teacher.ref} has changed", advice)
     log.info(f"teacher: {teacher.ref}, {dtype}, frozen; fingerprint {digest[:12]}")
-    return params, {"ref": teacher.ref, "fingerprint": digest, "dtype": dtype, "model": computation}
+    described = {"ref": teacher.ref, "fingerprint": digest, "dtype": dtype, "model": computation}
+    return LoadedModel(params, BaseIdentity(digest, dtype), described)

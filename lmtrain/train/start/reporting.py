@@ -1,7 +1,7 @@
 """Reporting of a run: its trackers, its goodput ledger, its log folder, and what they say about it."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
@@ -23,7 +23,7 @@ from lmtrain.tracking.open import Trackers, open_trackers
 from lmtrain.tracking.provenance import find_xla_dumps, git_facts
 from lmtrain.train.program.compile import ModelFlops, layout_table
 from lmtrain.train.program.program import Program
-from lmtrain.weights.lora_base import BASE_ITEM, LoraBase
+from lmtrain.weights.lora_base import LoadedModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +123,7 @@ def log_program(program: Program) -> None:
     """Log the model, the layout of its parameters, and the memory of the training state."""
     config, model = program.config, program.model
     trained = ""
-    if program.abstract.base is not None:
+    if config.lora is not None:
         trained = f", of which LoRA trains {sum(leaf.size for leaf in jax.tree.leaves(program.abstract.params)):,}"
     log.info(f"{config.model.type}, {count_parameters(model):,} parameters{trained}, {config.trainer.precision}")
     if config.trainer.precision.products and program.products and not program.experts_in_8_bits:
@@ -157,9 +157,10 @@ def describe_run(
     tokenizer: dict[str, Any],
     caches: Caches,
     program: Program,
-    base: LoraBase | None = None,
+    frozen: Mapping[str, LoadedModel] | None = None,
 ) -> dict[str, Any]:
-    """The run info that is stored in every checkpoint next to the arrays. `base` of a run with LoRA."""
+    """The run info that is stored in every checkpoint next to the arrays. `frozen` are the models that are not trained,
+    by name."""
     # with dropout, the masks depend on the number of microbatches
     microbatches = {str(size): number for size, number in program.batching.num_microbatches.items()}
     return {
@@ -173,7 +174,7 @@ def describe_run(
             "microbatches": microbatches,
             "xla_options": program.xla_options,
         },
-        **({} if base is None else {BASE_ITEM: redact(base.run_info)}),
+        **{name: redact(each.run_info) for name, each in (frozen or {}).items()},
         "git": git_facts(),
         "versions": {name: version(name) for name in ("lmtrain", "jax", "flax", "optax", "orbax-checkpoint")},
     }

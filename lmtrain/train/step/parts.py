@@ -17,7 +17,7 @@ from lmtrain.objectives.distillation import TAUGHT
 from lmtrain.objectives.interface import Loss
 from lmtrain.train.step.hessian import estimate_hessian
 from lmtrain.train.step.norms import Watch
-from lmtrain.train.step.state import Averaging, TrainState, move_average
+from lmtrain.train.step.state import TEACHER, Averaging, TrainState, move_average
 
 
 class Work(NamedTuple):
@@ -73,7 +73,7 @@ class Taught(StepPart):
     teacher: LanguageModel
 
     def inputs(self, state: TrainState, batch: Any) -> dict[str, Any]:
-        return {TAUGHT: self.teacher.apply({"params": state.teacher}, batch, True, method=outputs_of)[MAIN]}
+        return {TAUGHT: self.teacher.apply({"params": state.frozen[TEACHER]}, batch, True, method=outputs_of)[MAIN]}
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
-"""The training state: parameters, optimizer state, their average, and the number of updates done."""
+"""The training state: parameters, optimizer state, their average, frozen models, and the number of updates done."""
 
-import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import field
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import optax
 from flax import struct
 
-from lmtrain.lora.model import ADAPTERS, BASE, AdaptedModel, trainable
+from lmtrain.lora.model import ADAPTERS, BASE, trainable
 from lmtrain.models.interface import LanguageModel
-from lmtrain.models.params import abstract_params, flatten, stored, unflatten, with_dtype
+from lmtrain.models.params import abstract_params, cast, flatten, initializer, stored, unflatten, with_dtype
 from lmtrain.run.trainer import EmaConfig, EmaDecaySqrtConfig
 from lmtrain.sharding.mesh import Layout
 from lmtrain.sharding.placement import bytes_per_device, like_parameters, parameter_shardings
@@ -52,8 +52,33 @@ def new_average(params: Any) -> Any:
     return jax.tree.map(lambda x: jnp.array(x, jnp.float32), params)
 
 
-# Fields of the state -> parts of a checkpoint, whose names never change.
+class Frozen(NamedTuple):
+    """A model of a run that is not trained. Its parameters have `dtype`, and the matrices of its blocks the 8-bit
+    format `storage`, if any."""
+
+    model: LanguageModel
+    dtype: str
+    storage: str | None = None
+
+    def placed(self, layout: Layout) -> tuple[Any, Any]:
+        """The abstract parameters, and the sharding of each."""
+        boxed = abstract_params(self.model)
+        abstract = jax.eval_shape(self._as_stored, nn.meta.unbox(boxed))
+        shardings = flatten(parameter_shardings(layout, boxed))
+        return abstract, unflatten({path: shardings.get(path, layout.replicated) for path in flatten(abstract)})
+
+    def new(self, key: jax.Array) -> Any:
+        """New parameters. Compile the call: it computes all values."""
+        return self._as_stored(nn.meta.unbox(initializer(self.model)(key)))
+
+    def _as_stored(self, params: Any) -> Any:
+        return stored(cast(params, self.dtype), self.storage)
+
+
+# Name of the frozen teacher of a distillation; that of the base of adapters is `BASE`.
 TEACHER = "teacher"
+
+# Fields of the state -> parts of a checkpoint, whose names never change.
 ON_DISK = {"params": "params", "opt_state": "optimizer", "ema_params": "average"}
 
 
@@ -61,20 +86,19 @@ class TrainState(struct.PyTreeNode):
     """Training state. `step`: int32 scalar; the others: trees of arrays. `ema_params` is float32, None without model
     averaging.
 
-    With LoRA, `params` are the adapters, and `base` the parameters of the frozen model; `teacher` are those of the
-    frozen teacher of a distillation. No checkpoint has either.
+    `frozen` has the parameters of other models by name (`BASE`, `TEACHER`), which no checkpoint has. With LoRA,
+    `params` are the adapters.
     """
 
     step: Any
     params: Any
     opt_state: Any
     ema_params: Any = None
-    base: Any = None
-    teacher: Any = None
+    frozen: dict[str, Any] = field(default_factory=dict)
 
     def with_base(self, params: Any) -> Any:
         """The parameters of the model: `params`, with LoRA together with the base."""
-        return params if self.base is None else {BASE: self.base, ADAPTERS: params}
+        return {BASE: self.frozen[BASE], ADAPTERS: params} if BASE in self.frozen else params
 
     @property
     def best_params(self) -> Any:
@@ -88,9 +112,8 @@ class TrainState(struct.PyTreeNode):
 
     @property
     def in_memory(self) -> dict[str, Any]:
-        """`parts`, and the frozen base and teacher, if any."""
-        frozen = {BASE: self.base, TEACHER: self.teacher}
-        return self.parts | {name: part for name, part in frozen.items() if part is not None}
+        """`parts`, and the frozen models."""
+        return self.parts | self.frozen
 
     @classmethod
     def from_parts(cls, step: Any, parts: Mapping[str, Any]) -> "TrainState":
@@ -110,38 +133,26 @@ def state_shardings(
     layout: Layout,
     dtype: str,
     averages: bool = False,
-    base_dtype: str | None = None,
-    base_storage: str | None = None,
+    frozen: Mapping[str, Frozen] | None = None,
 ) -> tuple[TrainState, TrainState]:
-    """The abstract `TrainState` of a model with parameters in `dtype`, and the sharding of each of its leaves.
-
-    With LoRA, the base has `base_dtype`, and its blocks' matrices the 8-bit format `base_storage`, if any.
-    """
+    """The abstract `TrainState` of a model with parameters in `dtype` and of frozen ones by name; and the sharding of
+    each of its leaves."""
     boxed = abstract_params(model)
-    abstract, placed = nn.meta.unbox(boxed), parameter_shardings(layout, boxed)
-    base, base_shardings = None, None
-    if isinstance(model, AdaptedModel):
-        base = with_dtype(abstract[BASE], base_dtype or dtype)
-        base = jax.eval_shape(functools.partial(stored, storage=base_storage), base)
-        shardings_by_path = flatten(placed[BASE])
-        base_shardings = unflatten({path: shardings_by_path.get(path, layout.replicated) for path in flatten(base)})
-    params, shardings = with_dtype(trainable(model, abstract), dtype), trainable(model, placed)
+    params = with_dtype(trainable(model, nn.meta.unbox(boxed)), dtype)
+    shardings = trainable(model, parameter_shardings(layout, boxed))
     moments = jax.eval_shape(optimizer.init, params)
     average = jax.eval_shape(new_average, params) if averages else None
-    state = TrainState(jax.ShapeDtypeStruct((), jnp.int32), params, moments, average, base)
-    moment_shardings = like_parameters(layout, moments, params, shardings)
-    return state, TrainState(
-        layout.replicated, shardings, moment_shardings, shardings if averages else None, base_shardings
+    others = {name: each.placed(layout) for name, each in (frozen or {}).items()}
+    abstract = TrainState(
+        jax.ShapeDtypeStruct((), jnp.int32), params, moments, average, {name: one for name, (one, _) in others.items()}
     )
-
-
-def add_teacher(
-    abstract: TrainState, shardings: TrainState, teacher: LanguageModel, layout: Layout, dtype: str
-) -> tuple[TrainState, TrainState]:
-    """Add the parameters of a teacher in `dtype`."""
-    boxed = abstract_params(teacher)
-    placed = parameter_shardings(layout, boxed)
-    return abstract.replace(teacher=with_dtype(nn.meta.unbox(boxed), dtype)), shardings.replace(teacher=placed)
+    return abstract, TrainState(
+        layout.replicated,
+        shardings,
+        like_parameters(layout, moments, params, shardings),
+        shardings if averages else None,
+        {name: placed for name, (_, placed) in others.items()},
+    )
 
 
 def init_state(
@@ -151,31 +162,29 @@ def init_state(
     shardings: TrainState,
     *,
     seed: int,
-    base: Any = None,
     factors: Mapping[str, Any] | None = None,
-    teacher: LanguageModel | None = None,
-    teacher_params: Any = None,
+    frozen: Mapping[str, Frozen] | None = None,
+    given: Mapping[str, Any] | None = None,
 ) -> TrainState:
     """An initial state, each array computed on its devices. The same seed gives the same values on any mesh.
 
-    With LoRA, `base` are the frozen parameters; without it they are initialized too, and so is a `teacher` without
-    `teacher_params`. `factors` of the transfer between sizes, if any: new parameters are multiplied by `initial`, and
-    `offset` is added.
+    `given` are parameters of `frozen` models by name; those of the others are initialized too. `factors` of the
+    transfer between sizes, if any: new parameters are multiplied by `initial`, and `offset` is added.
     """
-    new_teacher = teacher if teacher_params is None else None
+    given = dict(given or {})
+    rest = {name: each for name, each in (frozen or {}).items() if name not in given}
 
-    def init(key: jax.Array, base: Any) -> TrainState:
-        params, frozen = new_params(model, key, abstract.params, abstract.base, base)
+    def init(key: jax.Array, given: Mapping[str, Any]) -> TrainState:
+        new = {name: each.new(key) for name, each in rest.items()}
+        params = new_params(model, key, abstract.params, {**given, **new}.get(BASE))
         if factors is not None:
             params = jax.tree.map(_scaled, params, factors["initial"], factors["offset"])
         ema_params = None if abstract.ema_params is None else new_average(params)
-        taught = None if new_teacher is None else new_params(new_teacher, key, abstract.teacher)[0]
-        return TrainState(jnp.int32(0), params, optimizer.init(params), ema_params, frozen, taught)
+        return TrainState(jnp.int32(0), params, optimizer.init(params), ema_params, new)
 
-    given = {name: value for name, value in (("base", base), ("teacher", teacher_params)) if value is not None}
-    out = shardings.replace(**dict.fromkeys(given))
-    state: TrainState = jax.jit(init, out_shardings=out)(jax.random.key(seed), base)
-    return state.replace(**given)
+    out = shardings.replace(frozen={name: shardings.frozen[name] for name in rest})
+    state: TrainState = jax.jit(init, out_shardings=out)(jax.random.key(seed), given)
+    return state.replace(frozen=given | state.frozen)
 
 
 def _scaled(values: jax.Array, factor: Any, offset: float) -> jax.Array:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 from flax import struct
 
+from lmtrain.lora.model import BASE
 from lmtrain.models.interface import LanguageModel, outputs_of
 from lmtrain.models.layers.quantized import QUANTIZED
 from lmtrain.models.moe.load import BY_LAYER, LOAD, REDUCE, collect_load, load_metrics
@@ -116,14 +117,14 @@ class TrainStep:
 
     def _gradients(self, state: TrainState, work: Work) -> tuple[LossSum, Any, Metrics]:
         """Sums over the batch, the gradients of the main loss's sum with the added ones, and the weights of these."""
-        base = None if state.base is None else cast_to_compute(state.base, self.compute_dtype)
+        frozen = cast_to_compute(state.frozen, self.compute_dtype)
         collections: dict[str, Any] = {QUANTIZED: {}}
         for part in self.parts:
-            collections |= part.collections(work.params if base is None else base)
+            collections |= part.collections(frozen.get(BASE, work.params))
+        state = state.replace(frozen=frozen)
 
         def loss_sum(params: Any, micro: Any, key: jax.Array) -> LossSum:
-            variables = {"params": state.replace(base=base).with_base(params), **collections}
-            return self._loss_sum(variables, micro, key, state)
+            return self._loss_sum({"params": state.with_base(params), **collections}, micro, key, state)
 
         weights: dict[str, jax.Array] = {}
         of_batch = (work.batch, work.key, work.num_microbatches)

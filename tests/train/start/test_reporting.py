@@ -17,7 +17,7 @@ from lmtrain.train.program.program import build_program
 from lmtrain.train.start import reporting as module
 from lmtrain.train.start.reporting import describe_run, log_program, model_flops
 from lmtrain.weights.export_folder import BaseIdentity
-from lmtrain.weights.lora_base import LoraBase
+from lmtrain.weights.lora_base import LoadedModel
 
 
 @pytest.fixture(scope="module")
@@ -85,10 +85,10 @@ def llama_program(**settings):
 OF_BASE = {"initialize_from_hf": "https://a:b@host/x", "fingerprint": "f"}
 
 
-@pytest.mark.parametrize("base", [None, LoraBase(None, BaseIdentity("f", "float32"), OF_BASE)])
-def test_the_run_info_is_plain_data_with_the_identity_and_the_base_without_secrets(base):
+@pytest.mark.parametrize("frozen", [{}, {"base": LoadedModel(None, BaseIdentity("f", "float32"), OF_BASE)}])
+def test_the_run_info_is_plain_data_with_the_identity_and_the_base_without_secrets(frozen):
     planned = llama_program()
-    info = describe_run(planned.config, "one", {"fingerprint": "x"}, CACHES, planned, base)
+    info = describe_run(planned.config, "one", {"fingerprint": "x"}, CACHES, planned, frozen)
     assert json.loads(json.dumps(info)) == info
     assert info["run_id"] == "one"
     assert info["git"] is None or set(info["git"]) == {"commit", "branch", "changed", "remote"}
@@ -98,7 +98,7 @@ def test_the_run_info_is_plain_data_with_the_identity_and_the_base_without_secre
     assert info["machine"]["mesh"] == {"replica": 1, "data": 1, "model": 1}
     assert set(info["versions"]) > {"lmtrain", "jax"}
     expected = {"initialize_from_hf": "https://***@host/x", "fingerprint": "f"}
-    assert info.get("base") == (None if base is None else expected)
+    assert info.get("base") == (expected if frozen else None)
 
 
 @pytest.mark.parametrize(("mp", "warned"), [("bf16", True), ("p=bf16,c=f32", True), ("p=f32,c=bf16", False)])
