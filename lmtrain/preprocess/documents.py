@@ -6,7 +6,7 @@ import gzip
 import io
 import lzma
 import zlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import IO, Any
 
 from lmtrain.preprocess.formats import READERS, RecordLimit, UnreadableError
@@ -30,6 +30,7 @@ from lmtrain.runtime.remote import remote_errors
 from lmtrain.runtime.storage import is_url
 
 _BAD_RECORDS_SHOWN = 10
+_KEYS_SHOWN = 20
 _CHUNK_BYTES = 1 << 22
 _LONG_WINDOW = "Frame requires too much memory"
 
@@ -46,6 +47,15 @@ def _advise_on_text(keys: Collection[str]) -> str:
             "template to that of a base model"
         )
     return "set --text_key to the key"
+
+
+def not_read(keys: Sequence[str]) -> str:
+    """The warning about keys of records that are not read."""
+    listed = ", ".join(map(repr, keys[:_KEYS_SHOWN])) + (", ..." if len(keys) > _KEYS_SHOWN else "")
+    return (
+        f"keys that are not read, so that nothing of them is learned: {listed}; write what belongs to a prompt or a "
+        "reply into its text, and name the other ones in data.format.ignored_fields"
+    )
 
 
 class DocumentReader:
@@ -71,6 +81,7 @@ class DocumentReader:
         self._read = 0
         self._equal: list[int] = []  # numbers of records
         self._repeated: list[int] = []
+        self._passed_over: dict[str, int | None] = {}  # the first record with each key; None: one of the columns
         self._source = source
         self._reader = reader
         self._skip_bad = skip_bad
@@ -111,8 +122,8 @@ class DocumentReader:
             try:
                 document = read_document(self._reader, record)
                 self._read += 1
-                if isinstance(document, InstructionText | AnswerPair) and document.repeats_prompt:
-                    self._repeated.append(number)
+                if isinstance(document, InstructionText | AnswerPair):
+                    self._notice(number, record, document)
                 yield number, document
             except EqualAnswersError:
                 self._equal.append(number)
@@ -137,6 +148,21 @@ class DocumentReader:
                 "from the answers, or, of preferences, the key of the prompt"
             )
 
+    def _notice(self, number: int, record: Any, document: InstructionText | AnswerPair) -> None:
+        if document.repeats_prompt:
+            self._repeated.append(number)
+        for name, value in record.items():
+            is_new = name not in self._passed_over and value not in (None, "", [], {})
+            if is_new and self._reader.passes_over(name, value):
+                self._passed_over[name] = number
+        for name in document.passed_over:
+            self._passed_over.setdefault(f"{name} of messages", number)
+
+    @property
+    def passed_over(self) -> list[str]:
+        """The keys so far that are not read."""
+        return list(self._passed_over)
+
     @property
     def left_out(self) -> int:
         """The number of records so far that are left out, since nothing can be learned from them."""
@@ -149,11 +175,12 @@ class DocumentReader:
             (self._equal, "{} pairs of equal answers are left out"),
             (self._repeated, f"{{}} of {self._read:,} answers start with their prompt"),
         )
-        return [
+        found = [
             f"{self.place(numbers[0])}: {text.format(f'{len(numbers):,}')}; this is the first"
             for numbers, text in noticed
             if numbers
         ]
+        return found + ([f"{self._source.label}: {not_read(self.passed_over)}"] if self._passed_over else [])
 
     def _records_of_file(self) -> Iterator[Record]:
         assert isinstance(self._source, Source)
@@ -168,7 +195,10 @@ class DocumentReader:
                 file = raw if self._source.start is None else _Part(raw, self._start, self._source.bytes)
                 if compression and not self._source.bytes:
                     raise EOFError(f"empty, which no {compression} file is")
-                for number, record in READERS[extension](_decompress(file, compression), self._reader, self._limit):
+                reader: Any = self._reader
+                if not isinstance(reader, Texts):
+                    reader = _Noticing(reader, self._passed_over)
+                for number, record in READERS[extension](_decompress(file, compression), reader, self._limit):
                     yield number, record  # `number` is used in the errors below
             except UnreadableError as error:
                 place = label if error.number is None else self.place(error.number)
@@ -183,6 +213,20 @@ class DocumentReader:
                 with remote_errors(url, "read"):  # remote file systems raise their own error classes
                     raise error
                 raise
+
+
+class _Noticing:
+    """A reader that notes the columns of a table that it passes over: they are not among the keys of its records."""
+
+    def __init__(self, reader: RecordReader, passed_over: dict[str, int | None]):
+        self._reader, self._passed_over = reader, passed_over
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._reader, name)
+
+    def check_keys(self, keys: Collection[str]) -> None:
+        self._reader.check_keys(keys)
+        self._passed_over.update(dict.fromkeys(filter(self._reader.passes_over, keys)))
 
 
 class _Part:

@@ -10,11 +10,13 @@ from lmtrain.hf.chat_template import ChatTemplate, Rendered, TemplateError
 from lmtrain.preprocess.messages import (
     ASSISTANT,
     CONVERSATIONS,
+    END_OF_THINKING,
     REASONING,
     Conversation,
     are_messages,
     conversations_of,
     find_key,
+    is_markup,
     read_conversation,
     reads_key,
 )
@@ -24,6 +26,8 @@ from lmtrain.preprocess.record_keys import (
     SYSTEM,
     TOOLS,
     is_context,
+    is_reply,
+    is_unread,
     may_matter,
     refuse_context,
     refuse_others,
@@ -45,8 +49,9 @@ from lmtrain.runtime.text import parse_json
 _OPENING = {"role": "user", "content": "x"}
 # Keys of a message that are checked elsewhere, and one whose text few templates write.
 _OWN_KEYS, _OLD_CALLS = ("role", "content", "tool_calls", "name", "tool_call_id"), "function_calls"
-# Between what a model thinks and its reply, where both are in its content.
-_END_OF_THINKING = "</think>"
+
+# A shorter question, such as "Hello", may well start its answer.
+_WORDS_OF_QUESTION = 4
 
 Span = tuple[int, int]
 
@@ -66,7 +71,11 @@ class Conversations:
         return self.messages_field
 
     def reads(self, key: str) -> bool:
-        return reads_key(key, self.messages_field)
+        return reads_key(key, self.messages_field) or is_reply(key, "text")
+
+    def passes_over(self, key: str, value: Any = None) -> bool:
+        own = (self.messages_field, *self.ignored_fields)
+        return key not in own and is_unread(key, value, reads_key(key, self.messages_field))
 
     def check_keys(self, keys: Collection[str]) -> None:
         find_key(keys, self.messages_field)
@@ -101,6 +110,8 @@ class Rendering:
             is_written=_are_written(self._messages, self._more[0], self.text),
             is_marked=not self._marked or _are_written(replies, None, marked),
             has_reasoning=all(text in self.text for message in self._messages for text in _reasoning(message)),
+            repeats_prompt=_last_repeats(self._messages),
+            passed_over=_passed_over(self._messages, self.text),
         )
 
     def answer(self, number: int) -> Span:
@@ -221,6 +232,10 @@ class Completions:
     def key(self) -> str:
         return self.input_field
 
+    def passes_over(self, key: str, value: Any = None) -> bool:
+        own = (self.input_field, self.output_field, *self.ignored_fields)
+        return key not in own and is_unread(key, value, self.reads(key))
+
     def reads(self, key: str) -> bool:
         return key in (self.input_field, self.output_field, *CONVERSATIONS) or may_matter(key)
 
@@ -249,32 +264,31 @@ class Completions:
             targets=((len(before), len(before) + len(completion)),),
             contents=(prompt, completion),
             is_plain=True,
-            repeats_prompt=not self.separate_with.strip() and starts_with(completion, prompt),
+            repeats_prompt=repeats(completion, prompt),
         )
 
 
-def starts_with(answer: str, prompt: str) -> bool:
-    """Whether an answer starts with the words of the prompt."""
-    words, start = prompt.strip(), answer.lstrip()
-    more = start[len(words) : len(words) + 1]
-    return bool(words) and start.startswith(words) and not (words[-1].isalnum() and more.isalnum())
+def repeats(answer: str, prompt: str) -> bool:
+    """Whether an answer starts with the words of the prompt, perhaps after the name of a role, such as Human."""
+    words = prompt.strip()
+    before, found, after = answer.partition(words) if words else ("", "", "")
+    is_cut = words[-1:].isalnum() and after[:1].isalnum()
+    return bool(found) and not is_cut and is_markup(before)
 
 
 def _are_written(messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, text: str) -> bool:
     """Whether a text has the contents of messages, their calls with the arguments, and the names of the tools and of
     their parameters. Templates may drop reasoning, write the results of tools in another form, and move texts."""
+    if not _are_contents_written([(message["role"], _reply_of(message)) for message in messages], text):
+        return False
     start = 0  # where the message before ends
     for message in messages:
-        content = str(message.get("content") or "").rpartition(_END_OF_THINKING)[2].strip()
+        content = _reply_of(message)
         found = text.find(content, start)
-        if found < 0 and content not in text:
-            is_result = message["role"] in ("tool", "function")
-            if not (is_result and all(_is_written(leaf, text) for leaf in _leaves(_parsed(content)))):
-                return False
         others = [(name, value) for name, value in message.items() if name not in (*_OWN_KEYS, *REASONING)]
         for name, value in others:
             if name in (TOOLS, FUNCTIONS):
-                described = [_function(tool) for tool in _parsed(value) or () if isinstance(tool, Mapping)]
+                described = [_function(tool) for tool in parsed_json(value) or () if isinstance(tool, Mapping)]
                 needed = [str(tool.get("name", "")) for tool in described]
             else:
                 is_needed = name == _OLD_CALLS or is_context(name, value)
@@ -297,12 +311,60 @@ def _are_written(messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | N
     return all(re.search(rf"(?<!\w){re.escape(name)}(?!\w)", text) for name in names)
 
 
+def _are_contents_written(messages: Sequence[tuple[str, str]], text: str) -> bool:
+    """Whether a text has the contents of messages, given with their roles: in their order, or as often as they do."""
+    start, in_order = 0, True
+    for _, content in messages:
+        found = text.find(content, start)
+        in_order = in_order and found >= 0
+        start = max(start, found + len(content))
+    if in_order:
+        return True
+    start = 0
+    for number, (role, content) in enumerate(messages):
+        times = sum(other.count(content) for _, other in messages) if content else 0
+        if text.count(content) < times:
+            ends = [text.find(other, start) for _, other in messages[number + 1 : number + 2]]
+            own = text[start : max(start, *ends, 0) if ends else len(text)]
+            is_result = role in ("tool", "function")
+            if not (is_result and all(_is_written(leaf, own) for leaf in _leaves(parsed_json(content)))):
+                return False
+        else:
+            start = max(start, text.find(content, start) + len(content))
+    return True
+
+
+def _last_repeats(messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the last reply starts with all of the question before it, of several words."""
+    if len(messages) < 2 or messages[-1]["role"] != ASSISTANT:
+        return False
+    asked = str(messages[-2].get("content") or "")
+    return len(asked.split()) >= _WORDS_OF_QUESTION and repeats(_reply_of(messages[-1]), asked)
+
+
+def _passed_over(messages: Sequence[Mapping[str, Any]], text: str) -> tuple[str, ...]:
+    """The keys of messages whose values the text does not have."""
+    names = {
+        name: None
+        for message in messages
+        for name, value in message.items()
+        if name not in (*_OWN_KEYS, *REASONING) and is_unread(name, value, may_matter(name))
+        if not all(leaf in text for leaf in _leaves(value))
+    }
+    return tuple(names)
+
+
+def _reply_of(message: Mapping[str, Any]) -> str:
+    """The content of a message without what the model thinks before."""
+    return str(message.get("content") or "").rpartition(END_OF_THINKING)[2].strip()
+
+
 def _is_written(part: str, text: str) -> bool:
     """Whether a text has this part, as it is or as JSON spells it."""
     return part in text or json.dumps(part, ensure_ascii=part.isascii())[1:-1] in text
 
 
-def _parsed(value: Any) -> Any:
+def parsed_json(value: Any) -> Any:
     """What a text is in JSON, if it is."""
     try:
         return parse_json(value) if isinstance(value, str) else value
@@ -323,7 +385,7 @@ def _reasoning(message: Mapping[str, Any]) -> list[str]:
     """The texts of a message that the model thinks before its reply."""
     if message["role"] != ASSISTANT:
         return []
-    before = str(message.get("content") or "").rpartition(_END_OF_THINKING)[0].rpartition("<think>")[2]
+    before = str(message.get("content") or "").rpartition(END_OF_THINKING)[0].rpartition("<think>")[2]
     return [text.strip() for text in (before, *(part for name in REASONING for part in _strings(message.get(name))))]
 
 

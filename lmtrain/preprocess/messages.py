@@ -10,7 +10,7 @@ The last three are recognized if a record has no key `messages` and `messages_fi
 
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -23,6 +23,7 @@ from lmtrain.preprocess.record_keys import (
     TOOLS,
     VARIABLES,
     is_inside,
+    is_reply,
     mark_of,
     may_matter,
     parsed,
@@ -48,6 +49,8 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 ASSISTANT = "assistant"
 # Keys of a message that hold what the model thinks before its reply.
 REASONING = ("reasoning_content", "reasoning", "thinking", "thoughts", "thought", "reasoning_details")
+# Between what a model thinks and its reply, where both are in its content.
+END_OF_THINKING = "</think>"
 _SYSTEM_ROLES = ("system", "developer")
 _OPENAI: str = ChatFormat.model_fields["messages_field"].default
 SHAREGPT = "conversations"
@@ -56,8 +59,6 @@ CONVERSATIONS = (_OPENAI, SHAREGPT)
 _INSTRUCTION, _INPUT, _OUTPUT, _HISTORY = "instruction", "input", "output", "history"
 _ALPACA = (_INSTRUCTION, _INPUT, _OUTPUT)
 _PROMPT, _COMPLETION = "prompt", "completion"
-# The last reply, which some records have next to the messages before it.
-_REPLIES = (_COMPLETION, "response", "output", "answer")
 # Texts that were made of messages have some of these words, and no others, between theirs.
 _MARKUP = {"a", "ai", "answer", "assistant", "bot", "gpt", "human", "input", "instruction", "prompter", "q", "question"}
 _MARKUP |= {"response", "system", "user"}
@@ -87,6 +88,10 @@ class Conversation:
         _check_turns(joined.messages)
         return joined
 
+    def after(self, number: int) -> "Conversation":
+        """Without the first messages."""
+        return replace(self, messages=self.messages[number:], marks=self.marks[number:])
+
     def with_system(self, text: str) -> "Conversation":
         """With this system message, unless it is there. Raises `BadRecordError` if there is another one."""
         if not text:
@@ -103,8 +108,8 @@ class Conversation:
 
 def reads_key(name: str, messages_field: str) -> bool:
     """Whether a key of a record is read: one of the messages, or one that changes what is learned."""
-    shapes = (*CONVERSATIONS, *_ALPACA, _PROMPT) if messages_field == _OPENAI else ()
-    return name == messages_field or name in (*shapes, *_REPLIES) or may_matter(name)
+    shapes = (*CONVERSATIONS, *_ALPACA, _PROMPT, _COMPLETION, "response") if messages_field == _OPENAI else ()
+    return name == messages_field or name in shapes or may_matter(name)
 
 
 def find_key(keys: Collection[str], messages_field: str) -> str:
@@ -138,7 +143,7 @@ def read_conversation(record: Mapping[str, Any], messages_field: str, ignored: C
     key = find_key([name for name, value in record.items() if value is not None], messages_field)
     read = {key, *CONTEXT, *SYSTEM, TOOLS, FUNCTIONS, VARIABLES}
     refuse_others(record, read)
-    own: tuple[str, ...] = (key, _PROMPT)
+    own: tuple[str, ...] = (key, _PROMPT) if key != _PROMPT else (_PROMPT, _COMPLETION)
     if key == _INSTRUCTION:
         found, own = check_messages(_from_alpaca(record), key, ignored), _ALPACA
     elif key == _PROMPT != messages_field:
@@ -146,7 +151,7 @@ def read_conversation(record: Mapping[str, Any], messages_field: str, ignored: C
     else:
         found = check_messages(parsed(record[key], key), key, ignored)
         check_prompt(record.get(_PROMPT) if key != _PROMPT else None, found.messages, _PROMPT)
-        _check_reply(record, found.messages)
+        _check_reply(record, found.messages, read)
     asked, replies = texts_by_role(found.messages)
     refuse_context(record, (*SYSTEM, TOOLS, FUNCTIONS, VARIABLES, *own), asked, replies)
     if messages_field == _OPENAI:
@@ -201,9 +206,16 @@ def check_messages(listed: Any, key: str, ignored: Collection[str] = ()) -> Conv
         if not isinstance(message, dict):
             raise BadRecordError(f"message {number} is {type(message).__name__}, not a map with role and content")
         message = dict(without(message, ignored))
+        is_system = message.get("role", message.get("from")) in _SYSTEM_ROLES
         if (
-            message.get("role", message.get("from")) in _SYSTEM_ROLES
-            and message.get("content", message.get("value")) == ""
+            is_system
+            and message.keys() & {"content", "value"}
+            and message.get("content", message.get("value"))
+            in (
+                "",
+                None,
+                [],
+            )
         ):
             continue  # as a record without a system text
         has_old_calls |= bool(message.get("function_call"))
@@ -228,8 +240,7 @@ def check_prompt(prompt: Any, messages: list[dict[str, Any]], key: str) -> None:
         has_any = any(text in rest for text in asked if text)
         for content in sorted(contents, key=len, reverse=True):
             rest = rest.replace(content, " ") if content else rest
-        words = set(_WORD.findall(_TAG.sub(" ", rest).lower()))
-        missing = not (has_any and words <= _MARKUP)
+        missing = not (has_any and is_markup(rest))
     if missing:
         raise BadRecordError(
             f"{key!r} is not read, since the messages should have it, but they do not; write it as a message, or add "
@@ -237,10 +248,15 @@ def check_prompt(prompt: Any, messages: list[dict[str, Any]], key: str) -> None:
         )
 
 
-def _check_reply(record: Mapping[str, Any], messages: list[dict[str, Any]]) -> None:
+def is_markup(text: str) -> bool:
+    """Whether a text has only what stands between messages, such as the names of roles."""
+    return set(_WORD.findall(_TAG.sub(" ", text).lower())) <= _MARKUP
+
+
+def _check_reply(record: Mapping[str, Any], messages: list[dict[str, Any]], read: Collection[str]) -> None:
     """Raise `BadRecordError` if the reply to the last message is next to the messages."""
-    for name in _REPLIES if messages[-1]["role"] != ASSISTANT else ():
-        if record.get(name) not in (None, "", [], {}):
+    for name, value in record.items() if messages[-1]["role"] != ASSISTANT else ():
+        if name not in read and is_reply(name, value):
             raise BadRecordError(
                 f"{name!r} is not read, and the messages end without a reply; write it as a message, or add it to "
                 "data.format.ignored_fields"
@@ -265,11 +281,38 @@ def _from_completion(record: Mapping[str, Any], ignored: Collection[str]) -> Con
     if not isinstance(prompt, list) or not isinstance(completion, list):
         raise BadRecordError(f"{_PROMPT!r} and {_COMPLETION!r} are not messages; set {READ_COMPLETIONS}")
     asked = check_messages(prompt, _PROMPT, ignored)
+    answer = check_messages(completion, _COMPLETION, ignored)
+    answer = answer.after(repeated_in(asked.messages, [answer.messages]))
     marks = [
         False if message["role"] == ASSISTANT else mark
         for message, mark in zip(asked.messages, asked.marks, strict=True)
     ]
-    return Conversation(messages=asked.messages, marks=marks) + check_messages(completion, _COMPLETION, ignored)
+    return Conversation(messages=asked.messages, marks=marks) + answer
+
+
+def repeated_in(asked: list[dict[str, Any]], answers: list[list[dict[str, Any]]]) -> int:
+    """The number of messages of the prompt, from its end, that all answers start with. Only what they say counts, not
+    keys such as id.
+
+    Raises `BadRecordError` if an answer then starts with a message that belongs before the prompt.
+    """
+    said, theirs = list(map(spoken, asked)), [list(map(spoken, answer)) for answer in answers]
+    found = next((n for n in range(len(said), 0, -1) if all(own[:n] == said[-n:] for own in theirs)), 0)
+    for answer in answers:
+        if len(answer) == found:
+            raise BadRecordError("an answer has no message")
+        role = answer[found]["role"]
+        if role in _SYSTEM_ROLES or (role == asked[-1]["role"] == "user"):
+            raise BadRecordError(
+                f"an answer starts with a message of the role {role}, which '{_PROMPT}' does not have there; write "
+                "the prompt once, with its system message, and only the reply as the answer"
+            )
+    return found
+
+
+def spoken(message: dict[str, Any]) -> tuple[Any, ...]:
+    """What two messages must have in common to be the same."""
+    return message["role"], str(message.get("content") or "").strip(), message.get("tool_calls")
 
 
 def _checked(message: dict[str, Any], number: int) -> dict[str, Any]:
@@ -300,6 +343,11 @@ def _checked(message: dict[str, Any], number: int) -> dict[str, Any]:
         )
     if "content" not in message and not kept.get("tool_calls"):
         raise BadRecordError(f"message {number} has no content (it has {listed_keys(kept)})")
+    if END_OF_THINKING in str(kept.get("content")) and any(kept.get(name) for name in REASONING):
+        raise BadRecordError(
+            f"message {number} has reasoning in 'content' and under another key, and both would be written; keep one "
+            "of them, or add the key to data.format.ignored_fields"
+        )
     is_empty = not kept.get("content") and not kept.get("tool_calls")
     if is_empty and kept["role"] not in ("tool", "function"):
         others = [name for name in kept if name not in ("role", "content")]
@@ -325,6 +373,10 @@ def _call(call: Any, place: str) -> Any:
         raise BadRecordError(f"{place}'tool_calls' has {type(call).__name__}, not maps with name and arguments")
     if isinstance(call.get("function"), dict):
         return {**call, "function": _call(call["function"], place)}
+    if other := [
+        name for name in ("args", "parameters", "input", "custom") if name in call and "arguments" not in call
+    ]:
+        raise BadRecordError(f"{place}'tool_calls' has a call with {other[0]!r}; write it as 'arguments', a map")
     if not isinstance(call.get("arguments"), str):
         return call
     arguments = parsed(call["arguments"], f"{place}arguments")

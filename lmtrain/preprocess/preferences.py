@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lmtrain.hf.chat_template import ChatTemplate
-from lmtrain.preprocess.instructions import Rendering, starts_with
+from lmtrain.preprocess.instructions import Rendering, parsed_json, repeats
 from lmtrain.preprocess.messages import (
     ASSISTANT,
     CONVERSATIONS,
@@ -24,6 +24,8 @@ from lmtrain.preprocess.messages import (
     check_messages,
     check_prompt,
     conversations_of,
+    repeated_in,
+    spoken,
     texts_by_role,
 )
 from lmtrain.preprocess.record_keys import (
@@ -33,6 +35,7 @@ from lmtrain.preprocess.record_keys import (
     TOOLS,
     VARIABLES,
     is_inside,
+    is_unread,
     may_matter,
     parsed,
     refuse_context,
@@ -53,7 +56,10 @@ from lmtrain.preprocess.records import (
 from lmtrain.runtime.errors import UserError
 
 # Keys that say which answer is better.
-_RANK = re.compile(r"winner|better|swapped|(^|_)tie($|_)", re.IGNORECASE)
+_RANK = re.compile(
+    r"winner|better|swapped|flipped|reversed|preference|preferred|verdict|(^|_)(tie|choice|vote|judge|rank)($|_)",
+    re.IGNORECASE,
+)
 
 
 @dataclass(frozen=True)
@@ -70,6 +76,9 @@ class Preferences:
     @property
     def key(self) -> str:
         return self.chosen_field
+
+    def passes_over(self, key: str, value: Any = None) -> bool:
+        return key not in (*self._fields, *self.ignored_fields) and is_unread(key, value, self.reads(key))
 
     def reads(self, key: str) -> bool:
         return key in (*self._fields, *CONVERSATIONS) or may_matter(key) or bool(_RANK.search(key))
@@ -103,13 +112,18 @@ class Preferences:
 
     def _read_texts(self, prompt: Any, chosen: Any, rejected: Any, record: Mapping[str, Any]) -> AnswerPair:
         texts = (checked_text(chosen, self.chosen_field), checked_text(rejected, self.rejected_field))
-        is_given = prompt is not None
+        is_given = prompt not in (None, "")
         if not is_given:
-            prompt = _common_text(*texts)
+            prompt = _common_text(*texts, needed=prompt is None)
             texts = (texts[0][len(prompt) :], texts[1][len(prompt) :])
         elif isinstance(prompt, list):
             raise BadRecordError(f"{self.prompt_field!r} is a list of messages, but {self.chosen_field!r} is text")
         prompt = checked_text(prompt, self.prompt_field)
+        if all(text.lstrip().startswith('["') and isinstance(parsed_json(text), list) for text in (prompt, *texts)):
+            raise BadRecordError(
+                f"{self.prompt_field!r} and the answers are JSON lists of texts, one for each turn; write them as "
+                "messages"
+            )
         if empty := [key for key, text in zip(self._fields[1:], texts, strict=True) if not text]:
             raise BadRecordError(f"{empty[0]!r} is empty")
         refuse_others(record, (*self._fields, *SYSTEM, TOOLS, FUNCTIONS, *CONTEXT))
@@ -128,7 +142,7 @@ class Preferences:
                 targets=((len(prompt), len(prompt) + len(text)),),
                 contents=(prompt, text),
                 is_plain=True,
-                repeats_prompt=is_given and starts_with(text, prompt),
+                repeats_prompt=is_given and repeats(text, prompt),
             )
             for text in texts
         )
@@ -169,29 +183,26 @@ class Preferences:
         messages = [answer.messages for answer in answers]
         if isinstance(prompt, list) and prompt:
             asked = check_messages(prompt, self.prompt_field, self.ignored_fields)
-            repeated = next((n for n in range(len(asked.messages), 0, -1) if _starts(messages, asked.messages[-n:])), 0)
+            repeated = repeated_in(asked.messages, messages)
         elif isinstance(prompt, str) and prompt.strip() and all(own[0]["role"] == ASSISTANT for own in messages):
             asked, repeated = check_messages([{"role": "user", "content": prompt}], self.prompt_field), 0
         elif prompt is None or isinstance(prompt, str | list):
-            shared = _common(*messages)
+            shared = _common(*([spoken(message) for message in own] for own in messages))
             if not shared:
                 raise BadRecordError(
                     "the answers have no message in common at their start; write the prompt under its key, "
                     "data.format.prompt_field"
                 )
             check_prompt(prompt, messages[0][:shared], self.prompt_field)
-            asked, repeated = _part(answers[0], 0, shared), shared
+            asked, repeated = (
+                replace(answers[0], messages=messages[0][:shared], marks=answers[0].marks[:shared]),
+                shared,
+            )
         else:
             raise BadRecordError(f"{self.prompt_field!r} is {type(prompt).__name__}, not text or a list of messages")
-        answers = [_part(answer, repeated, None) for answer in answers]
-        if not all(answer.messages for answer in answers):
-            raise BadRecordError("an answer has no message")
+        answers = [answer.after(repeated) for answer in answers]
         if any(answer.messages[-1]["role"] == "user" for answer in answers):
             raise BadRecordError("an answer ends with a message of the user, which would be learned; remove it")
-        if isinstance(prompt, list) and any(_same_role(asked, answer) for answer in answers):
-            raise BadRecordError(
-                f"{self.prompt_field!r} ends with a message of the user, and an answer starts with another one"
-            )
         return asked, answers
 
 
@@ -205,22 +216,10 @@ def _refuse_ranks(record: Mapping[str, Any], read: Sequence[str]) -> None:
             )
 
 
-def _starts(conversations: list[list[dict[str, Any]]], messages: list[dict[str, Any]]) -> bool:
-    """Whether all conversations start with these messages."""
-    return all(conversation[: len(messages)] == messages for conversation in conversations)
-
-
-def _part(conversation: Conversation, start: int, end: int | None) -> Conversation:
-    return replace(conversation, messages=conversation.messages[start:end], marks=conversation.marks[start:end])
-
-
-def _same_role(asked: Conversation, answer: Conversation) -> bool:
-    return asked.messages[-1]["role"] == answer.messages[0]["role"] == "user"
-
-
-def _common_text(chosen: str, rejected: str) -> str:
+def _common_text(chosen: str, rejected: str, needed: bool) -> str:
     """The prompt at the start of both texts, without a space at its end, which belongs to the answers."""
-    if prompt := chosen[: _common(chosen, rejected)].removesuffix(" "):
+    prompt = chosen[: _common(chosen, rejected)].removesuffix(" ")
+    if prompt or not needed:
         return prompt
     raise BadRecordError(
         "the answers have no prompt in common at their start; write it under its key, data.format.prompt_field"

@@ -1,8 +1,8 @@
 """Keys of records and messages that change what a model should learn, besides those of the texts: one table.
 
 Each is read, or refused with its value. A key that is not in the table but looks like a mark of what has a loss is
-refused, too: a mark that is passed over trains on what its author has excluded. `data.format.ignored_fields` names the
-keys that mean something else.
+refused, too: a mark that is passed over trains on what its author has excluded. All others are named in a warning
+(`DocumentReader`). `data.format.ignored_fields` names the keys that mean something else.
 """
 
 import re
@@ -26,6 +26,7 @@ _REFUSED = {
     "documents": "put them under chat_template_kwargs, for the template",
     "prefix": "a prefix of a reply that is not learned is not supported",
     "tool_call": "write a list under tool_calls",
+    "template_kwargs": "write them under chat_template_kwargs",
     **dict.fromkeys(("enable_thinking", "custom_instructions"), "put it under chat_template_kwargs, for the template"),
     **dict.fromkeys(("image", "images", "audio", "audios", "video", "videos"), "only text is supported"),
 }
@@ -34,23 +35,35 @@ CONTEXT = (
     *("prompt", "question", "query", "instruction", "instructions", "input", "context", "passage", "document"),
     *("background", "knowledge", "persona", "developer", "system_instruction", "choices", "options", "suffix"),
     *("available_tools", "reasoning", "thinking", "thoughts", "complex_cot", "cot", "opa", "opb", "opc", "opd"),
+    *("tool_calls", "function_call", "A", "B", "C", "D"),
 )
 # Words of other names under which such texts are: sql_context, old_contents, bot_persona; those of a reply.
 _ASKED = {"system", "sys", "preamble", "persona", "instruction", "instructions", "context", "contexts", "ctxs"}
 _ASKED |= {"passage", "passages", "document", "documents", "article", "story", "paragraph", "paragraphs", "premise"}
 _ASKED |= {"evidence", "facts", "hint", "hints", "schema", "contents", "starter", "definition", "constraints", "inputs"}
 _ASKED |= {"examples", "dialog", "dialogue", "turns", "background", "knowledge", "declarations", "attachments"}
-_REPLIED = {"reasoning", "rationale", "thinking", "thought", "thoughts", "cot"}
-_MEDIA = {"image", "images", "audio", "audios", "video", "videos"}
+_ASKED |= {"history", "previous", "past", "prior", "shots", "demonstrations", "exemplars", "utterances", "thread"}
+_ASKED |= {"ctx", "schemas", "definitions", "personas", "personality", "preprompt", "sysprompt", "developer", "option"}
+_ASKED |= {"endings", "tools", "functions", "apis", "attachment", "guidelines", "scenario", "table"}
+_REPLIED = {"reasoning", "rationale", "rationales", "thinking", "thought", "thoughts", "cot", "think", "scratchpad"}
+_MEDIA = {"image", "images", "audio", "audios", "video", "videos", "img", "wav", "pdf", "picture", "pictures", "media"}
+# Words of names under which the last reply may stand, next to the messages before it.
+_REPLY = {"answer", "answers", "assistant", "chosen", "completion", "content", "generated", "generation", "gold"}
+_REPLY |= {"ideal", "label", "message", "output", "outputs", "prediction", "reply", "response", "responses", "result"}
+_REPLY |= {"target"}
 # Words of other names that look like marks: is_masked, lossWeight, train-on-turn. The value 1 of the first ones, and 0
 # of the second, changes nothing, unless a word such as only says more.
 _POSITIVE = {"weight", "weights", "train", "training", "trainable", "loss", "learn", "label", "labels", "kto"}
-_POSITIVE |= {"supervised"}
-_NEGATIVE = {"mask", "masks", "masked", "skip", "ignore", "exclude", "deleted"}
+_POSITIVE |= {"supervised", "desirable", "accepted"}
+_NEGATIVE = {"mask", "masks", "masked", "skip", "ignore", "exclude", "deleted", "skipped", "ignored", "excluded"}
+_NEGATIVE |= {"omit", "drop"}
+# Words that say what is masked, as in loss_mask; the other negative ones always mean that there is no loss.
+_OF_LOSS = {"mask", "masks"}
 _OF_MESSAGES = {"target", "include", "included"}
-_RESTRICTING = {"only", "on", "no", "not", "without", "first", "last", "turns", "rounds", "indices"}
+_RESTRICTING = {"only", "on", "no", "not", "without", "first", "last", "turns", "rounds", "indices", "dont"}
+_RESTRICTING |= {"disable", "disabled"}
 _PLACES = {"url", "path", "link"}
-_TRUTH = {"yes": 1, "true": 1, "no": 0, "false": 0}
+_TRUTH = {"yes": 1, "true": 1, "1": 1, "no": 0, "false": 0, "0": 0}
 # Words of names that mean something else: train_id, language_label; context_length, of texts only.
 _OTHERS = {"id", "ids", "index", "split", "set", "size", "name", "source", "language", "lang", "time", "date", "step"}
 _DETAILS = {"type", "category", "topic", "level", "score", "count", "num", "length", "hash", "author", "version"}
@@ -69,16 +82,29 @@ def may_matter(name: str) -> bool:
     """Whether a key is in the table, or looks as if it belonged there."""
     words = _words(name)
     is_known = _joined(name) in _TABLE or _joined(name) in _REFUSED_NAMES
-    return is_known or bool(words & (_ASKED | _REPLIED | _MEDIA)) or _is_mark(words)
+    return is_known or bool(set(words) & (_ASKED | _REPLIED | _MEDIA)) or _is_mark(words)
+
+
+def is_unread(name: str, value: Any, is_read: bool) -> bool:
+    """Whether nothing is done with a key's value: it `is_read` by no one, or it is a text under the name of a mark."""
+    is_text = isinstance(value, str) and value.lower() not in _TRUTH
+    return not is_read or (is_text and _is_mark(_words(name)) and not is_context(name, value))
 
 
 def is_context(name: str, value: Any) -> bool:
     """Whether a key holds a text that belongs to a prompt or a reply: one of the table in any spelling, or a text
     under a name with such a word."""
-    words = _words(name)
+    words, of_texts = _words(name), _ASKED | _REPLIED
     if _joined(name) in _TABLE:
         return True
-    return bool(words & (_ASKED | _REPLIED)) and not words & (_DETAILS | _PLACES) and _has_text(value)
+    # the last word decides: source_documents are documents, and document_source is none
+    is_text = words[-1:] and words[-1] in of_texts and "operating" not in words
+    return bool(is_text or (set(words) & of_texts and not set(words) & (_DETAILS | _PLACES))) and _has_text(value)
+
+
+def is_reply(name: str, value: Any) -> bool:
+    """Whether a key may hold the reply to the last message."""
+    return bool(set(_words(name)) & _REPLY) and not set(_words(name)) & (_DETAILS | _PLACES) and _has_text(value)
 
 
 def refuse_others(record: Mapping[str, Any], read: Collection[str] = (), place: str = "") -> None:
@@ -87,17 +113,18 @@ def refuse_others(record: Mapping[str, Any], read: Collection[str] = (), place: 
     Texts are no marks, and the value 1 of a mark changes nothing.
     """
     for name, value in record.items():
-        if name in read or value is None or value in ("", [], {}, ()):
+        switches = name == "thinking" and isinstance(value, bool)
+        if (name in read and not switches) or value is None or value in ("", [], {}, ()):
             continue
-        words = _words(name)
-        known = _REFUSED_NAMES.get(_joined(name))
+        words = set(_words(name))
+        known = "enable_thinking" if switches else _REFUSED_NAMES.get(_joined(name))
         if known is None and words & _MEDIA and not words & _DETAILS and _has_text(value):
             known = "images"
         if known is not None and (value is not False or known == "enable_thinking"):
             raise BadRecordError(f"{place}{name!r} is not read: {_REFUSED[known]}{_IGNORE}")
         values = [_TRUTH.get(one.lower(), one) if isinstance(one, str) else one for one in _listed(value)]
-        if _is_mark(words, place) and all(isinstance(one, bool | int | float) for one in values):
-            neutral = 0 if words & _NEGATIVE and (not words & _POSITIVE or "masked" in words) else 1  # loss_mask: 1
+        if _is_mark(_words(name), place) and all(isinstance(one, bool | int | float) for one in values):
+            neutral = 0 if _excludes(_words(name)) else 1
             if all(one == neutral for one in values) and not words & _RESTRICTING:
                 continue
             raise BadRecordError(
@@ -114,7 +141,7 @@ def refuse_context(
     for name, value in record.items():
         if name in read or value in (None, "", [], {}) or not is_context(name, value):
             continue
-        if not is_inside(value, replies if _words(name) & _REPLIED else asked):
+        if not is_inside(value, replies if set(_words(name)) & _REPLIED else asked):
             raise BadRecordError(
                 f"{name!r} is not read, and is not in the texts that are: write it into them, or add it to "
                 "data.format.ignored_fields"
@@ -135,12 +162,24 @@ def refuse_others_of(record: Mapping[str, Any], names: Sequence[str], read: Coll
 def is_inside(value: Any, texts: Sequence[str]) -> bool:
     """Whether all texts in a value are parts of one of the `texts`."""
     if isinstance(value, str):
-        return any(value.strip() in text for text in texts)
+        return any(_has(text, value.strip()) for text in texts)
     if isinstance(value, int | float) and not isinstance(value, bool):
         return any(re.search(rf"(?<!\w){re.escape(str(value))}(?!\w)", text) for text in texts)
     if isinstance(value, Mapping):
         return all(is_inside(part, texts) for name, part in value.items() if name not in ("role", "from", "type"))
     return not isinstance(value, list | tuple) or all(is_inside(part, texts) for part in value)
+
+
+def _has(text: str, part: str) -> bool:
+    """Whether a text has a part, but not within a number: 10 is no part of 100."""
+    at = text.find(part)
+    while at >= 0:
+        end = at + len(part)
+        cuts = part[:1].isdigit() and text[max(0, at - 1) : at].isdigit()
+        if not (cuts or (part[-1:].isdigit() and text[end : end + 1].isdigit())):
+            return True
+        at = text.find(part, at + 1)
+    return False
 
 
 def mark_of(message: Mapping[str, Any], place: str) -> bool | None:
@@ -208,9 +247,16 @@ def _tools(value: Any, key: str) -> list[Mapping[str, Any]]:
     return tools
 
 
-def _is_mark(words: set[str], place: str = "") -> bool:
+def _is_mark(words: Sequence[str], place: str = "") -> bool:
     marks = _POSITIVE | _NEGATIVE | (_OF_MESSAGES if place else set())
-    return bool(words & marks) and not words & _OTHERS
+    return bool(set(words) & marks) and not set(words) & _OTHERS
+
+
+def _excludes(words: Sequence[str]) -> bool:
+    """Whether a mark with these words, of the value 1, means that there is no loss: mask_loss, not loss_mask."""
+    if set(words) & (_NEGATIVE - _OF_LOSS):
+        return True
+    return bool(set(words) & _OF_LOSS) and (not set(words) & _POSITIVE or words[0] in _OF_LOSS)
 
 
 def _has_text(value: Any) -> bool:
@@ -223,8 +269,8 @@ def _listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-def _words(name: str) -> set[str]:
-    return {word.lower() for word in _WORD.findall(name)}
+def _words(name: str) -> list[str]:
+    return [word.lower() for word in _WORD.findall(name)]
 
 
 def _joined(name: str) -> str:

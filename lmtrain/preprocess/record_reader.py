@@ -62,6 +62,9 @@ class TokenRows:
     def reads(self, key: str) -> bool:
         return self.reads_all or key in self._columns
 
+    def passes_over(self, key: str, value: Any = None) -> bool:
+        return False
+
     @property
     def reads_all(self) -> bool:
         """Whether it looks at all keys: in the first row of a source, for lists of an unknown meaning."""

@@ -23,7 +23,7 @@ class InstructionText:
     `is_written`: the text has all that the messages say or call, and the tools. `is_marked`: what the template marks as
     the assistant's has all that it says or calls. `has_reasoning`: the text has all that the assistant thinks.
     `is_plain`: no template has written it, so that it gets an EOS token. `repeats_prompt`: the answer starts with the
-    prompt, perhaps since both stand under its key.
+    prompt, perhaps since both stand under its key. `passed_over`: keys of messages whose texts the text does not have.
     """
 
     text: str
@@ -34,6 +34,7 @@ class InstructionText:
     has_reasoning: bool = True
     is_plain: bool = False
     repeats_prompt: bool = False
+    passed_over: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.text)
@@ -52,6 +53,10 @@ class AnswerPair:
     @property
     def prompt(self) -> str:
         return self.chosen.text[: self.chosen.targets[0][0]]
+
+    @property
+    def passed_over(self) -> tuple[str, ...]:
+        return self.chosen.passed_over + self.rejected.passed_over
 
     @property
     def repeats_prompt(self) -> bool:
@@ -99,6 +104,9 @@ class RecordReader(Protocol):
     def reads(self, key: str) -> bool:
         """Whether this key of a record is read."""
 
+    def passes_over(self, key: str, value: Any = None) -> bool:
+        """Whether to warn that this key of a record is not read. `value` is None if it is not known."""
+
     def check_keys(self, keys: Collection[str]) -> None:
         """Raise `BadRecordError`, which names the setting to change, if records with these keys lack a document."""
 
@@ -117,6 +125,9 @@ class Texts:
 
     def reads(self, key: str) -> bool:
         return key == self.key
+
+    def passes_over(self, key: str, value: Any = None) -> bool:
+        return False
 
     def check_keys(self, keys: Collection[str]) -> None:
         if self.key not in keys:

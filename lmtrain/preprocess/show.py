@@ -22,7 +22,7 @@ from lmtrain.data.formats import PreferenceFormat, TextFormat, TooLong
 from lmtrain.data.windows import kept_lengths, pack
 from lmtrain.hf.find_tokenizer import open_tokenizer
 from lmtrain.hf.tokenizer import Tokenizer
-from lmtrain.preprocess.documents import DocumentReader
+from lmtrain.preprocess.documents import DocumentReader, not_read
 from lmtrain.preprocess.recipe import chat_template_of, check_special_tokens
 from lmtrain.preprocess.record_reader import record_reader
 from lmtrain.preprocess.records import AnswerPair, InstructionText
@@ -110,12 +110,15 @@ def _documents_of(source: AnySource, config: DataConfig, tokenizer: Tokenizer) -
         max_document_bytes=config.max_document_bytes,
     )
     split_long = tokenizer.library is not None and can_split(tokenizer.library)
-    left_out = 0
+    left_out, noticed = 0, set[str]()
     for number, document in reader:
         batch = tokenize([document], tokenizer, config, split_long)
         notes = tuple(text.format("this document") for name, text in WARNINGS.items() if getattr(batch, name))
         if isinstance(document, InstructionText | AnswerPair) and document.repeats_prompt:
             notes += ("an answer of this document starts with its prompt, which is written twice and learned",)
+        if new := [key for key in reader.passed_over if key not in noticed]:
+            noticed.update(new)
+            notes += (not_read(new),)
         if reader.left_out > left_out:
             notes += (f"{counted(reader.left_out - left_out, 'pair')} of equal answers before it are left out",)
             left_out = reader.left_out

@@ -1,0 +1,138 @@
+"""Records as people have them: nothing that changes what should be learned is passed over without a word."""
+
+import json
+
+import pyarrow
+import pytest
+from chat_tokenizer import PLAIN, write_chat_tokenizer
+from pyarrow import parquet
+
+from lmtrain.data.config import DataConfig
+from lmtrain.preprocess.documents import DocumentReader
+from lmtrain.preprocess.recipe import chat_template_of
+from lmtrain.preprocess.record_reader import record_reader
+from lmtrain.preprocess.records import AnswerPair
+from lmtrain.preprocess.sources import describe_source
+from lmtrain.runtime.errors import UserError
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return str(write_chat_tokenizer(tmp_path_factory.mktemp("tokenizer"), PLAIN))
+
+
+@pytest.fixture
+def read(folder, tmp_path):
+    """`read(format, *records)`: the documents as (text, text of the targets), and the warnings."""
+
+    def reading(format, *records, name="a.jsonl"):
+        path = tmp_path / name
+        if name.endswith(".parquet"):
+            parquet.write_table(pyarrow.Table.from_pylist(records), path)
+        else:
+            path.write_text("".join(json.dumps(record) + "\n" for record in records))
+        config = DataConfig(tokenizer=folder, format=format)
+        reader = DocumentReader(describe_source(str(path)), record_reader(config, 0, chat_template_of(config)))
+        found = []
+        for _, document in reader:
+            for one in (document.chosen, document.rejected) if isinstance(document, AnswerPair) else (document,):
+                found.append((one, "".join(one.text[start:end] for start, end in one.targets)))
+        return found, reader.warnings
+
+    return reading
+
+
+def user(text, **more):
+    return {"role": "user", "content": text, **more}
+
+
+def reply(text, **more):
+    return {"role": "assistant", "content": text, **more}
+
+
+def system(text):
+    return {"role": "system", "content": text}
+
+
+CHAT, PAIR = {"type": "chat"}, {"type": "preference"}
+QA = {"type": "completion"}
+NAMED = PAIR | {"chosen_field": "response_1", "rejected_field": "response_2"}
+ANSWERS = {"prompt": "p ", "response_1": "g", "response_2": "b"}
+THREAD = [user("q"), reply("mid"), user("r")]
+
+
+@pytest.mark.parametrize(
+    ("format", "record", "once", "targets"),
+    [
+        (CHAT, {"prompt": [user("q")], "completion": [user("q"), reply("a")]}, "q", ["a"]),
+        (CHAT, {"prompt": THREAD, "completion": [*THREAD, reply("a")]}, "mid", ["a"]),
+        (CHAT, {"prompt": [user("q")], "completion": [reply("a", weight=1)]}, "q", ["a"]),
+        (CHAT, {"messages": [{"role": "system", "content": None}, user("q"), reply("a")]}, "q", ["a"]),
+        (PAIR, {"prompt": [system("s"), user("q")], "chosen": [system("s "), user("q"), reply("g")],
+                "rejected": [system("s "), user("q"), reply("b")]}, "q", ["g", "b"]),
+        (PAIR, {"prompt": [user("q", id=1)], "chosen": [user("q", id=2), reply("g")],
+                "rejected": [user("q", id=3), reply("b")]}, "q", ["g", "b"]),
+        (PAIR, {"chosen": [user("q"), reply("mid", id=1), user("r"), reply("g")],
+                "rejected": [user("q"), reply("mid", id=2), user("r"), reply("b")]}, "mid", ["g", "b"]),
+        (PAIR, {"prompt": "", "chosen": "x: q good", "rejected": "x: q bad"}, "q", [" good", " bad"]),
+        (PAIR, {"prompt": "", "chosen": "yes", "rejected": "no"}, "yes", ["yes", "no"]),
+    ],
+)  # fmt: skip
+def test_a_prompt_is_read_once_however_often_it_is_written(read, format, record, once, targets):
+    found, _ = read(format, record)
+    assert found[0][0].text.count(once) == 1
+    assert [text.strip().removesuffix("<|im_end|>") for _, text in found] == [text.strip() for text in targets]
+
+
+@pytest.mark.parametrize(
+    ("format", "record", "named"),
+    [
+        (PAIR, {"prompt": [user("q")], "chosen": [system("s"), user("q"), reply("g")],
+                "rejected": [system("s"), user("q"), reply("b")]}, "system"),
+        (PAIR, {"prompt": "what is it?", "chosen": "\n\nHuman: what is it?\n\nAssistant: cat",
+                "rejected": "\n\nHuman: what is it?\n\nAssistant: dog"}, "twice"),
+        (QA, {"prompt": "what is it?", "completion": "[INST] what is it? [/INST] cat"}, "twice"),
+        (QA | {"separate_with": "\n###\n"}, {"prompt": "what is it?", "completion": "what is it? A"}, "twice"),
+        (CHAT, {"messages": [user("what is it now?"), reply("what is it now? cat")]}, "twice"),
+        (CHAT, {"messages": [user("q"), reply("<think>R</think>a", reasoning_content="R")]}, "reasoning"),
+        (CHAT, {"messages": [user("q"), reply(None, tool_calls=[{"name": "f", "args": {}}])]}, "'args'"),
+        (PAIR, {"prompt": '["q1","q2"]', "chosen": '["a1","a2"]', "rejected": '["b1","b2"]'}, "'prompt'"),
+        (QA, {"prompt": "from 1 to 100", "input": "10", "completion": "100"}, "'input'"),
+        (QA, {"prompt": "p", "completion": "c", "thinking": False}, "'thinking'"),
+        *((CHAT, {"messages": THREAD, name: value}, f"'{name}'") for name, value in (
+            ("Response", "x"), ("ideal", ["x"]), ("message", reply("x")), ("chosen", {"from": "gpt", "value": "x"}))),
+        *((QA, {"prompt": "p", "completion": "c", name: "old"}, f"'{name}'") for name in (
+            "chat_history", "previous_messages", "source_documents", "model_reasoning", "option_a", "A", "ctx", "pdf")),
+        *((NAMED, ANSWERS | {name: 2}, f"'{name}'") for name in ("preference", "preference_strength", "choice")),
+        *((CHAT, {"messages": [user("q"), reply("a", **{name: True})]}, f"'{name}'") for name in (
+            "exclude_from_loss", "mask_loss", "skipped", "dont_train")),
+        *((CHAT, {"messages": [user("q"), reply("a")], name: value}, f"'{name}'") for name, value in (
+            ("label", "0"), ("skip", "1"), ("desirable", False))),
+    ],
+)  # fmt: skip
+def test_what_would_change_what_is_learned_is_an_error_that_names_it(read, format, record, named):
+    with pytest.raises(UserError, match=named):
+        read(format, *[record] * 3)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
+def test_keys_that_are_not_read_are_named_in_one_warning_unless_they_are_ignored(read, name):
+    records = [{"prompt": "p", "completion": "c", "id": 1, "notes": "n"}, {"prompt": "p", "completion": "c", "z": "x"}]
+    [warning] = read(QA, *records, name=name)[1]
+    assert ("'id'" in warning, "'notes'" in warning) == (True, True)
+    ignored = QA | {"ignored_fields": ["id", "notes", "z"]}
+    assert read(ignored, *records, name=name)[1] == []
+    beside = {"messages": [user("q"), reply("a", parts=["lost"])], "answer": "x", "label": "undesirable"}
+    [warning] = read(CHAT, beside)[1]
+    assert all(key in warning for key in ("parts", "'answer'", "'label'"))
+
+
+@pytest.mark.parametrize("result", ['{"result": 17}', "ok"])
+def test_a_result_that_the_template_drops_is_not_found_in_other_messages(read, result):
+    template = (
+        "{% for m in messages %}{% if m.role != 'function' %}{{ m.role }}: {{ m.content }}\n{% endif %}{% endfor %}"
+    )
+    called = {"role": "function", "name": "f", "content": result}
+    chat = {"messages": [user("Is it ok?"), reply("call f"), called, reply(f"It said {result}")]}
+    [(document, _)], _ = read(CHAT | {"chat_template": template, "loss_on": "all"}, chat)
+    assert not document.is_written
