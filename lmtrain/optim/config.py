@@ -36,6 +36,9 @@ class ScheduleConfig(Section):
     hessian: ClassVar[Estimator | None] = None
     # whether updates depend on complete matrices or on the curvature of all parameters, which LoRA does not have
     needs_full_matrices: ClassVar[bool] = False
+    # moments as large as the parameters, and whether settings transfer between sizes (`lmtrain/transfer`)
+    moments: ClassVar[int] = 2
+    transfers: ClassVar[bool] = False
 
     learning_rate: float = tunable(1e-4, gt=0, description="Peak learning rate")
     weight_decay: float = tunable(0.0, ge=0, description="Decoupled weight decay, multiplied by the learning rate")
@@ -118,6 +121,8 @@ class ClippedConfig(ScheduleConfig):
 class AdamConfig(ClippedConfig):
     """AdamW: Adam with decoupled weight decay (Loshchilov and Hutter 2019)."""
 
+    transfers: ClassVar[bool] = True
+
     type: Literal["adam"] = identity("adam", description="Optimizer: AdamW")
     beta1: float = tunable(0.9, ge=0, lt=1, description="Decay of the first moment per step")
     beta2: float = tunable(0.95, ge=0, lt=1, description="Decay of the second moment per step")
@@ -173,6 +178,9 @@ class SophiaGConfig(SophiaConfig):
 class LionConfig(ClippedConfig):
     """Lion: the sign of an interpolated momentum (Chen et al. 2023)."""
 
+    moments: ClassVar[int] = 1
+    transfers: ClassVar[bool] = True
+
     type: Literal["lion"] = identity("lion", description="Optimizer: Lion")
     beta1: float = tunable(0.95, ge=0, lt=1, description="Weight of the momentum in the update")
     beta2: float = tunable(0.98, ge=0, lt=1, description="Decay of the momentum per step")
@@ -182,6 +190,7 @@ class MuonConfig(ClippedConfig):
     """Muon: orthogonalized momentum for the blocks' matrices, Adam for other parameters (Jordan et al. 2024)."""
 
     needs_full_matrices: ClassVar[bool] = True
+    transfers: ClassVar[bool] = True
 
     type: Literal["muon"] = identity("muon", description="Optimizer: Muon, with Adam for non-matrix parameters")
     learning_rate: float = tunable(0.02, gt=0, description="Peak learning rate of the blocks' matrices")
@@ -200,6 +209,8 @@ class MuonConfig(ClippedConfig):
 
 class AdafactorConfig(ScheduleConfig):
     """Adafactor: second moments factored into row and column means (Shazeer and Stern 2018)."""
+
+    moments: ClassVar[int] = 0
 
     type: Literal["adafactor"] = identity("adafactor", description="Optimizer: Adafactor")
     learning_rate: float = tunable(1e-2, gt=0, description="Peak learning rate")

@@ -201,7 +201,7 @@ class RunConfig(HuggingFaceConfig):
         base_of(self.model, self.transfer.base)
         if self.lora is not None:
             raise field_error("transfer", "adapters have no sizes to transfer between; remove it, or lora")
-        if self.optimizer.type not in ("adam", "lion", "muon"):
+        if not self.optimizer.transfers:
             raise field_error(
                 "optimizer.type", f"{self.optimizer.type} has no rule for transfer; use adam, lion or muon"
             )

@@ -4,7 +4,6 @@ JAX has no public name for it. It stands in for `triton` where JAX no longer has
 """
 
 import functools
-import importlib
 from typing import Any
 
 import jax
@@ -31,10 +30,12 @@ def cudnn_packed(
     begins = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)), constant_values=True)
     starts, lengths = documents(begins)
 
-    fused: Any = importlib.import_module(_MODULE)
-    # JAX asks this process's own GPU, of which a plan for other machines has none
-    is_able = is_hopper_or_later(device_kind())
-    fused.check_compute_capability = lambda capability: is_able
+    fused: Any
+    from jax._src.cudnn import fused_attention_stablehlo as fused
+
+    if jax.default_backend() != "gpu":  # a plan for other machines: JAX would ask this one's GPU
+        is_able = is_hopper_or_later(device_kind())
+        fused.check_compute_capability = lambda capability: is_able
 
     def packed(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         # before JAX 0.12 the offsets of keys are those of queries, wrong with fewer heads

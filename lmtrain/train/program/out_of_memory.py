@@ -98,7 +98,7 @@ class MemoryUse:
             lines.append(
                 "lora.base_dtype: bfloat16 stores the frozen base in half the memory; lower precision of its weights"
             )
-        if config.optimizer.type not in ("lion", "adafactor"):
+        if config.optimizer.moments > 1:
             lines.append(
                 "optimizer.type: lion stores half of Adam's moments, adafactor almost none; changes training dynamics"
             )
