@@ -256,9 +256,11 @@ def build_program(
     accelerator = accelerator or find_accelerator(devices[0].device_kind)
     platform = accelerator.platform if accelerator else platform_of(devices[0])
     kind = accelerator.name if accelerator else devices[0].device_kind
-    teacher = build_teacher(config, vocab_size, platform, kind)
     if accelerator is not None:
         _check_products(trainer.precision.products, accelerator)
+
+    # The models, and how the first one is trained
+    teacher = build_teacher(config, vocab_size, platform, kind)
     needs = config.attention_needs()
     attention = choose_attention(needs, platform, kind)
     if splits := config.sequence_splits:
@@ -269,37 +271,31 @@ def build_program(
     factors = factor_trees(config.transfer, config.model, config.optimizer)
     optimizer = build_optimizer(config.optimizer, schedule, axes, factors)
     averaging = build_averaging(trainer.model_averaging)
+    frozen = _frozen_models(config, model, teacher)
 
-    frozen = {}
-    if isinstance(model, AdaptedModel):
-        dtype = config.base_dtype or trainer.precision.params
-        frozen[BASE] = Frozen(model.inner, dtype, config.base_quantization)
-    if teacher is not None:
-        frozen[TEACHER] = Frozen(teacher.model, trainer.precision.compute)
-
+    # The devices: what each holds of the state and of a batch
     def state_in(layout: Layout) -> tuple[TrainState, TrainState]:
         return state_shardings(model, optimizer, layout, trainer.precision.params, averaging is not None, frozen)
 
+    def size_in(layout: Layout) -> int:
+        return sum(state_bytes(*state_in(layout)).values())
+
     memory = accelerator.memory if accelerator else None
-    replicas = choose_replicas(
-        trainer, devices, slice_ids, lambda layout: sum(state_bytes(*state_in(layout)).values()), memory
-    )
+    replicas = choose_replicas(trainer, devices, slice_ids, size_in, memory)
     expert_parts = choose_expert_parts(config, devices, slice_ids, replicas.number, accelerator)
     layout = build_layout(trainer, devices, slice_ids, replicas.number, expert_parts.number)
-    log.info(f"{len(devices)} {devices[0].device_kind} device(s), mesh {used_axes(layout.mesh.shape)}")
-    if replicas.reason and len(set(layout.slice_ids)) > 1:
-        log.info(f"replica_dcn_axis_size: {replicas.number} ({replicas.reason})")
-    products = choose_grouped(platform) if config.model.mixture else None
-    if products:
-        log.info(f"experts: {products.name} ({products.reason}), expert_axis_size {expert_parts.described}")
     batching = choose_batching(trainer, layout.num_batch_shards)
     check_seq_len(config.model.seq_len, trainer.sequence_parts, any(split.needs_even for split in splits))
+    products = choose_grouped(platform) if config.model.mixture else None
+    _log_choices(devices, layout, replicas, products, expert_parts)
     log_attention(attention, needs, platform)
-    watch = Watch(trainer.watch, axes, model.layers_of_modules())
     abstract, shardings = state_in(layout)
+
+    # The step
     options = xla_options(trainer.xla_options, platform, devices[0].device_kind)
     if options:
         log.info(f"XLA options: {', '.join(f'{name}={written(value)}' for name, value in options.items())}")
+    watch = Watch(trainer.watch, axes, model.layers_of_modules())
     step = TrainStep(
         model=model,
         objective=build_objective(config.objective, config.z_loss_weight, config.model.further_losses),
@@ -317,7 +313,6 @@ def build_program(
             watch=watch,
         ),
     )
-    train_step = build_train_step(step, layout, shardings, options)
     return Program(
         config=config,
         model=model,
@@ -326,7 +321,7 @@ def build_program(
         batching=batching,
         abstract=abstract,
         shardings=shardings,
-        train_step=train_step,
+        train_step=build_train_step(step, layout, shardings, options),
         watch=watch,
         platform=platform,
         attention=attention,
@@ -337,6 +332,26 @@ def build_program(
         frozen=frozen,
         teacher=teacher,
     )
+
+
+def _frozen_models(config: RunConfig, model: LanguageModel, teacher: Teacher | None) -> dict[str, Frozen]:
+    """The models that are not trained, by their names in the state."""
+    frozen, precision = {}, config.trainer.precision
+    if isinstance(model, AdaptedModel):
+        frozen[BASE] = Frozen(model.inner, config.base_dtype or precision.params, config.base_quantization)
+    if teacher is not None:
+        frozen[TEACHER] = Frozen(teacher.model, precision.compute)
+    return frozen
+
+
+def _log_choices(
+    devices: Sequence[Any], layout: Layout, replicas: Replicas, products: Choice | None, expert_parts: ExpertParts
+) -> None:
+    log.info(f"{len(devices)} {devices[0].device_kind} device(s), mesh {used_axes(layout.mesh.shape)}")
+    if replicas.reason and len(set(layout.slice_ids)) > 1:
+        log.info(f"replica_dcn_axis_size: {replicas.number} ({replicas.reason})")
+    if products:
+        log.info(f"experts: {products.name} ({products.reason}), expert_axis_size {expert_parts.described}")
 
 
 def _check_products(products: str | None, accelerator: Accelerator) -> None:
