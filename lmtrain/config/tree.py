@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lmtrain.runtime.errors import UserError
-from lmtrain.runtime.redact import redact, redact_as_before
+from lmtrain.runtime.redact import redact
 
 Path = tuple[str | int, ...]
 
@@ -131,12 +131,12 @@ def describe_differences(
 ) -> list[str]:
     """One line for each leaf that differs: `tokenizer.vocab_size: the cache has 8192, this run has 50257`.
 
-    Secrets are not compared. `before` may be of an earlier version, which masked fewer values and more of URLs.
+    Secrets are not compared.
     """
     old, new = dict(walk_leaves(redact(before))), dict(walk_leaves(redact(now)))
     lines = []
     for path in dict.fromkeys([*old, *new]):
-        if old.get(path) not in (new.get(path), redact_as_before(new.get(path))):
+        if old.get(path) != new.get(path):
             sides = ((old, before), (new, now))
             texts = [_short(repr(leaves[path]) if path in leaves else omitted(tree, path)) for leaves, tree in sides]
             lines.append(f"{dotted(path)}: {before_name} has {texts[0]}, {now_name} has {texts[1]}")

@@ -20,7 +20,7 @@ from lmtrain.data.formats import TextFormat
 from lmtrain.run.config import RunConfig
 from lmtrain.run.trainer import TrainerConfig
 from lmtrain.runtime.errors import UserError
-from lmtrain.runtime.redact import find_masked, redact, redact_as_before
+from lmtrain.runtime.redact import find_masked, redact
 from lmtrain.runtime.storage import fill_run_id
 from lmtrain.tracking.config import WandbConfig
 
@@ -226,7 +226,7 @@ def fill_masked(
     forms = redact(values)
     for path in masked:
         form = value_at(forms, path)
-        if form is not None and value_at(data, path) in (form, redact_as_before(form)):
+        if form is not None and value_at(data, path) == form:
             value_at(data, path[:-1])[path[-1]] = value_at(values, path)
         elif _variable(path) in environment:
             del value_at(data, path[:-1])[path[-1]]

@@ -45,7 +45,6 @@ _USER_INFO = re.compile(
 _IN_QUERY = r"""(?:[^\s'"<>`]|['"`](?![\s,:;.)\]}>]|$))"""
 _QUERY = re.compile(rf"""\?(?P<parameters>{_IN_QUERY}*(?:[^\s'"<>`:,.;)\]}}]|(?<=\*)\*))""")
 _FRAGMENT = re.compile(r"""(?P<before>://[^\s'"<>`?#]*)\#(?P<parameters>[^\s'"<>`]*[^\s'"<>`:,.;)\]}])""")
-_ALL_PARAMETERS = re.compile(r"(://[^?\s]*)\?\S+")
 _SIGNATURE = re.compile(r"(^|_)(sig|sign|signature)$")
 _CREDENTIALS = {"key", "auth", "authorization", "jwt", "google_access_id"}
 # Parameters of a URL with a signature that a new signature changes: of Amazon, Google, CloudFront and Azure.
@@ -83,18 +82,6 @@ def without(text: str, secrets: Iterable[str]) -> str:
         if len(secret) >= _MIN_CHARACTERS:
             text = text.replace(secret, MASK)
     return text
-
-
-def redact_as_before(value: T) -> T:
-    """Masked data as earlier versions masked it: all parameters of URLs."""
-    masked: Any = value
-    if isinstance(value, dict):
-        masked = {name: redact_as_before(item) for name, item in value.items()}
-    elif isinstance(value, list):
-        masked = [redact_as_before(item) for item in value]
-    elif isinstance(value, str):
-        masked = _ALL_PARAMETERS.sub(rf"\1?{MASK}", value)
-    return masked
 
 
 class _Masking:

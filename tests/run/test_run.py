@@ -267,12 +267,6 @@ def test_secrets_of_a_setting_with_another_value_are_not_taken(load, saved):
     assert fill_masked(saved, load(other).config, {}).config == saved.config
 
 
-def test_a_value_that_an_earlier_version_masked_is_filled_too(load, saved):
-    values = resolved(load(SETTINGS).config)
-    values["data"]["train_urls"][0] = "https://***@host/a.jsonl?***"  # it masked all parameters
-    assert fill_masked(load(values, "saved.yaml"), load(SETTINGS).config, {}).config == load(SETTINGS).config
-
-
 def test_a_setting_of_wandb_is_left_to_its_environment_variable(saved):
     filled = fill_masked(saved, None, {"WANDB_API_KEY": "from environment", "WANDB_PASSWORD": "of no setting"})
     (tracker,) = filled.config.trainer.tracker

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 
-from lmtrain.runtime.redact import find_masked, find_secrets, redact, redact_as_before, without
+from lmtrain.runtime.redact import find_masked, find_secrets, redact, without
 
 
 @pytest.mark.parametrize(
@@ -186,8 +186,3 @@ def test_masked_values_are_found_again():
     value = {"a": [{"password": "b"}, SECRET, "https://host/a?version=1", "***"], "b": {"tokens": {"hub_token": "c"}}}
     assert find_masked(value) == []
     assert find_masked(redact(value)) == [("a", 0, "password"), ("a", 1), ("b", "tokens", "hub_token")]
-
-
-def test_the_form_of_earlier_versions_has_no_parameters():
-    value = {"a": [f"{URL}?version=1", "https://me:word@host/a?x=1&sig=2", "why?"], "b": 1}
-    assert redact_as_before(redact(value)) == {"a": [f"{URL}?***", "https://***@host/a?***", "why?"], "b": 1}
