@@ -122,8 +122,8 @@ def test_keys_that_are_not_read_are_named_in_one_warning_unless_they_are_ignored
     assert ("'id'" in warning, "'notes'" in warning) == (True, True)
     ignored = QA | {"ignored_fields": ["id", "notes", "z"]}
     assert read(ignored, *records, name=name)[1] == []
-    beside = {"messages": [user("q"), reply("a", parts=["lost"])], "answer": "x", "label": "undesirable"}
-    [warning] = read(CHAT, beside)[1]
+    more = {"messages": [user("q"), reply("a", parts=["lost"])], "answer": "x", "label": "undesirable"}
+    [warning] = read(CHAT, more)[1]
     assert all(key in warning for key in ("parts", "'answer'", "'label'"))
 
 
