@@ -26,14 +26,8 @@ def store(tmp_path_factory):
         train_urls=VALIDATION_FILES, tokenizer=str(TOKENIZER), cache_dir=str(tmp_path_factory.mktemp("cache"))
     )
     manifest = build_cache(config, "train")
-    cache = Cache(
-        folder=split_folder(config, "train"),
-        recipe=manifest.recipe,
-        sources=[],
-        dtype=manifest.dtype,
-        shards=Shards.of(manifest),
-    )
-    return open_store(config, cache)
+    more = {"sources": [], "dtype": manifest.dtype, "shards": Shards.of(manifest)}
+    return open_store(config, Cache(folder=split_folder(config, "train"), recipe=manifest.recipe, **more))
 
 
 def source_of(*stores, rows=(0, 1, 2, 3), separate=True, **changes):
@@ -45,13 +39,6 @@ def source_of(*stores, rows=(0, 1, 2, 3), separate=True, **changes):
 def evaluation_of(store, batch_size=4, separate=True, **changes):
     settings = {"seq_len": 16, "rows": np.arange(batch_size), "max_batches": None, "mask_across_documents": separate}
     return EvalSource(store=store, batch_size=batch_size, **settings | changes)
-
-
-def test_every_row_has_one_target_fewer_than_tokens(store):
-    batch = source_of(store)[3]
-    assert batch["tokens"].shape == batch["loss_mask"].shape == (4, 16)
-    assert batch["loss_mask"].sum(axis=1).tolist() == [15] * 4
-    assert not batch["loss_mask"][:, -1].any()
 
 
 @pytest.mark.parametrize("separate", [False, True])
@@ -83,9 +70,11 @@ def test_loss_weights_of_a_source_apply_to_all_its_tokens(store):
 
 
 def test_training_windows_are_the_text_in_order(store):
-    rows = [source_of(store)[step]["tokens"] for step in range(3)]
+    batches = [source_of(store)[step] for step in range(3)]
     expected, _, _ = store.read(np.array([0]), 3 * 4 * 16)
-    np.testing.assert_array_equal(np.concatenate(rows).ravel(), expected[0])
+    np.testing.assert_array_equal(np.concatenate([batch["tokens"] for batch in batches]).ravel(), expected[0])
+    for batch in batches:  # every row has one target fewer than tokens
+        assert batch["loss_mask"].tolist() == [[True] * 15 + [False]] * 4
 
 
 def test_segments_are_where_the_documents_of_each_row_start(store):
@@ -173,29 +162,25 @@ def test_phases_of_batch_sizes_cut_the_same_sequence_of_examples_differently(sto
         np.testing.assert_array_equal(batch["tokens"], batches[step]["tokens"])
 
 
-def failing(error):
+@pytest.mark.parametrize(
+    ("error", "starts"),
+    [(MemoryError(), True), (OSError(5, "Input/output error"), True), (RuntimeError("can't start new thread"), False)],
+)
+def test_a_reader_thread_that_fails_is_an_error_that_names_the_data_and_the_cause(store, monkeypatch, error, starts):
     def fail(*arguments):
         raise error
 
-    return fail
-
-
-@pytest.mark.parametrize("error", [MemoryError(), OSError(5, "Input/output error")])
-def test_a_reader_thread_that_fails_is_an_error_that_names_the_data_and_the_cause(store, monkeypatch, error):
-    monkeypatch.setattr(store, "_read_blocks", failing(error))
-    with pytest.raises(ReadError, match=f"{re.escape(store.name)} .*{type(error).__name__}"):
-        next(iterate(source_of(store)))
-
-
-def test_a_reader_thread_that_cannot_be_started_is_an_error_that_names_the_data(store, monkeypatch):
-    monkeypatch.setattr(threading.Thread, "start", failing(RuntimeError("can't start new thread")))
-    with pytest.raises(ReadError, match=re.escape(store.name)):
+    monkeypatch.setattr(*((store, "_read_blocks") if starts else (threading.Thread, "start")), fail)
+    with pytest.raises(ReadError, match=f"{re.escape(store.name)} .*{type(error).__name__ if starts else ''}"):
         next(iterate(source_of(store)))
 
 
 @pytest.mark.parametrize("error", [RuntimeError("a mistake in the code"), UserError("a corrupt shard")])
 def test_other_errors_of_a_reader_thread_are_raised_as_they_are(store, monkeypatch, error):
-    monkeypatch.setattr(store, "_read_blocks", failing(error))
+    def fail(*arguments):
+        raise error
+
+    monkeypatch.setattr(store, "_read_blocks", fail)
     with pytest.raises(type(error), match=str(error)):
         next(iterate(source_of(store)))
 

@@ -1,6 +1,7 @@
 """Random access to a cache gives the same tokens as one long array; threads that cannot be started are an error."""
 
 import os
+import shutil
 import subprocess
 import sys
 
@@ -106,27 +107,26 @@ def test_more_shards_than_open_readers(cache, monkeypatch):
 @pytest.mark.parametrize("damage", ["truncated", "missing"])
 def test_a_corrupt_shard_is_named(cache, tmp_path, damage):
     folder, manifest, *_ = cache
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     for shard in manifest.shards:
-        (tmp_path / shard.file).write_bytes((folder / shard.file).read_bytes())
         check_file(str(tmp_path / shard.file), shard)
     victim = tmp_path / "shard-2.arrayrecord"
     if damage == "missing":
         victim.unlink()
     else:
         os.truncate(victim, 1000)
-    with pytest.raises(UserError, match=r"shard-2\.arrayrecord (is missing|has 1,000 bytes instead)"):
+    with pytest.raises(UserError, match=r"shard-2\.arrayrecord (is missing|has 1,000 bytes)"):
         check_file(str(victim), manifest.shards[2])
 
 
 def test_a_flipped_bit_is_an_error_that_names_the_file(cache, tmp_path):
     folder, manifest, *_ = cache
-    for shard in manifest.shards:
-        (tmp_path / shard.file).write_bytes((folder / shard.file).read_bytes())
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     victim = tmp_path / "shard-5.arrayrecord"
     content = bytearray(victim.read_bytes())
     content[40_000] ^= 1
     victim.write_bytes(content)
-    with pytest.raises(UserError, match=r"shard-5\.arrayrecord cannot be read: .*; delete .*shard-5\.\* and "):
+    with pytest.raises(UserError, match=r"shard-5\.arrayrecord cannot be read: .*shard-5\.\*"):
         open_store(tmp_path, manifest).read(np.array([0]), sum(SIZES))
 
 

@@ -18,8 +18,7 @@ from lmtrain.runtime.errors import UserError
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        (["text"], "expected a JSON object with the key 'text'"),
-        ("text", "expected a JSON object with the key 'text'"),
+        *((record, "expected a JSON object with the key 'text'") for record in (["text"], "text")),
         ({"body": "a", "id": 1}, "no key 'text' (it has 'body', 'id'); set data.text_key"),
         ({}, "no key 'text' (it has none)"),
         ({"messages": []}, "set data.format: {type: chat}"),
@@ -37,26 +36,22 @@ def test_a_record_without_text_is_an_error_that_names_the_setting(record, messag
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("ids", "message"),
-    [
-        ([1, 7], "token id 7 is not below data.vocab_size 7"),
-        ([-1], "token id -1 is not below data.vocab_size 7"),
-        ("text", "'ids' is not a list of token ids"),
-        ([1.0], "'ids' is not a list of token ids"),
-        ([True], "'ids' is not a list of token ids"),
-    ],
-)
-def test_token_ids_are_below_the_vocabulary_size(ids, message):
+def test_token_ids_are_below_the_vocabulary_size():
     reader = TokenIds(key="ids", vocab_size=7)
     assert read_document(reader, {"ids": [0, 6]}) == [0, 6]
-    with pytest.raises(BadRecordError) as caught:
-        read_document(reader, {"ids": ids})
-    assert str(caught.value).startswith(message)
+    for ids, named in (
+        ([1, 7], "7 .*data.vocab_size 7"),
+        ([-1], "-1 .*7"),
+        *((x, "'ids'") for x in ("text", [1.0], [True])),
+    ):
+        with pytest.raises(BadRecordError, match=named):
+            read_document(reader, {"ids": ids})
 
 
 READER = TokenRows("input_ids", 100)
 IDS = [5, 6, 7, 8]
+NOT_IDS = [[5.0, 6.0], [5, True], [True, False], [5, None], [5, "6"], ["5", "6"], [[5, 6], [7, 8]], [[5, 6], [7]], [[]]]
+NOT_IDS += [None, "5 6", b"\5\0", 5, {"0": 5}, [5, 1 << 63], [5, 1 << 70]]
 
 
 @pytest.mark.parametrize(
@@ -92,24 +87,9 @@ def test_what_rows_say_is_honoured(more, ids, targets):
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"input_ids": [5.0, 6.0]}, "'input_ids'"),
-        ({"input_ids": [5, True]}, "'input_ids'"),
-        ({"input_ids": [True, False]}, "'input_ids'"),
-        ({"input_ids": [5, None]}, "'input_ids'"),
-        ({"input_ids": [5, "6"]}, "'input_ids'"),
-        ({"input_ids": ["5", "6"]}, "'input_ids'"),
-        ({"input_ids": [[5, 6], [7, 8]]}, "'input_ids'"),
-        ({"input_ids": [[5, 6], [7]]}, "'input_ids'"),
-        ({"input_ids": [[]]}, "'input_ids'"),
-        ({"input_ids": None}, "'input_ids'"),
-        ({"input_ids": "5 6"}, "'input_ids'"),
-        ({"input_ids": b"\5\0"}, "'input_ids'"),
-        ({"input_ids": 5}, "'input_ids'"),
-        ({"input_ids": {"0": 5}}, "'input_ids'"),
-        ({"input_ids": [5, -1]}, "token id -1 is not in the vocabulary"),
-        ({"input_ids": [5, 100]}, "token id 100 is not in the vocabulary"),
-        ({"input_ids": [5, 1 << 63]}, "'input_ids' "),
-        ({"input_ids": [5, 1 << 70]}, "'input_ids'"),
+        *(({"input_ids": ids}, "'input_ids'") for ids in NOT_IDS),
+        ({"input_ids": [5, -1]}, "token id -1 "),
+        ({"input_ids": [5, 100]}, "token id 100 "),
         ({"labels": [5, 6, 7]}, "'labels' has 3 numbers, but there are 4"),
         ({"labels": [[5, 6, 7, 8]]}, "'labels'"),
         ({"labels": [5, 6, None, 8]}, "'labels'"),
@@ -188,13 +168,10 @@ def test_labels_and_masks_select_the_targets():
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"labels": [[5, EOS, -100], [5, 6, EOS]]}, r"rows.jsonl:1: labels must be the ids.*shift them by one"),
-        (
-            {"labels": [[7, 8, EOS], [5, 6, EOS]]},
-            r"rows.jsonl:1: labels must be the ids of the same positions, or -100",
-        ),
-        ({"labels": [[4, 5, EOS], None]}, r"rows.jsonl:2: has no labels, but the first row of the source has some"),
-        ({"loss_mask": [[1, 1], [1, 1, 1]]}, r"rows.jsonl:1: 'loss_mask' has 2 numbers, but there are 3 token ids"),
+        ({"labels": [[5, EOS, -100], [5, 6, EOS]]}, r"rows.jsonl:1: .*shift them by one"),
+        ({"labels": [[7, 8, EOS], [5, 6, EOS]]}, r"rows.jsonl:1: labels must be the ids"),
+        ({"labels": [[4, 5, EOS], None]}, r"rows.jsonl:2: has no labels"),
+        ({"loss_mask": [[1, 1], [1, 1, 1]]}, r"rows.jsonl:1: 'loss_mask' has 2 .* 3 "),
         ({"labels": [[0.5] * 3, [0.5] * 3]}, r"rows.jsonl:1: 'labels'"),
     ],
 )

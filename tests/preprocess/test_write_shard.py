@@ -46,8 +46,11 @@ def expected_tokens(texts, settings):
 TEXTS = [f"the river {i} counts {i * i} windows" for i in range(4100)]
 
 
-def test_records_are_blocks_of_tokens_with_the_ends_of_their_documents(build, settings):
-    info, records, _ = build(TEXTS)
+def test_records_are_blocks_of_tokens_with_the_ends_of_their_documents(build, settings, tmp_path):
+    info, records, reports = build(TEXTS)
+    assert len(reports) > 1
+    size = (tmp_path / "input.jsonl").stat().st_size
+    assert tuple(map(sum, zip(*reports, strict=True))) == (info.documents, info.tokens, size)
     documents = expected_tokens(TEXTS, settings)
     flat = np.array(sum(documents, []), "<u2")
     blocks = -(-len(flat) // BLOCK)
@@ -71,9 +74,7 @@ def test_empty_input_gives_a_shard(build, texts):
     info, records, _ = build(texts)
     assert (info.documents, info.tokens) == (len(texts), len(texts))
     assert len(records) == len(texts)
-    assert ["1 of 1 documents are empty" in text if texts else "no documents" in text for text in info.warnings] == [
-        True
-    ]
+    assert len(info.warnings) == 1
 
 
 def test_another_build_with_other_limits_of_batches_gives_the_same_bytes(build, tmp_path, monkeypatch):
@@ -91,13 +92,6 @@ def test_the_marker_describes_the_shard_and_its_recipe(build, tmp_path):
     assert info.source["url"] == str(tmp_path / "input.jsonl")
     assert json.loads((tmp_path / "shard.json").read_text()) == {"recipe": {"made": "so"}, "shard": info.described}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["input.jsonl", "shard.arrayrecord", "shard.json"]
-
-
-def test_reports_add_up_to_the_entire_file(build, tmp_path):
-    info, _, reports = build(TEXTS)
-    assert len(reports) > 1
-    totals = tuple(map(sum, zip(*reports, strict=True)))
-    assert totals == (info.documents, info.tokens, (tmp_path / "input.jsonl").stat().st_size)
 
 
 @pytest.mark.parametrize("line", [b'{"text": 3}\n', b'{"text": "half \\ud83d"}\n'], ids=["number", "half a pair"])

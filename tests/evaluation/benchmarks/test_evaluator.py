@@ -78,17 +78,13 @@ def test_without_lm_eval_the_extra_is_named(tmp_path, monkeypatch):
         check_benchmarks(config)
 
 
-def test_a_generation_has_the_limits_of_its_task_or_those_of_lm_eval():
-    settings = {"until": ["e", "ra"], "max_gen_toks": 20, "temperature": 0.0}
-    assert generation_limits("one", settings, 64) == (20, ("e", "ra"))
-    assert generation_limits("one", {}, 512) == (256, ())
-
-
 @pytest.mark.parametrize(
     ("settings", "named"),
     [({"do_sample": True, "temperature": 0.7}, "0.7"), ({"num_beams": 4}, "num_beams"), ({"max_gen_toks": 64}, "64")],
 )
-def test_generations_that_are_not_greedy_or_leave_no_room_are_refused(settings, named):
+def test_generations_have_the_limits_of_the_task_and_those_not_greedy_or_without_room_are_refused(settings, named):
+    limits = {"until": ["e", "ra"], "max_gen_toks": 20, "temperature": 0.0}
+    assert (generation_limits("one", limits, 64), generation_limits("one", {}, 512)) == ((20, ("e", "ra")), (256, ()))
     with pytest.raises(UserError, match=f"the task one .*{named}"):
         generation_limits("one", settings, 64)
 

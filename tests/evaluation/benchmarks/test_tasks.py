@@ -63,6 +63,7 @@ except ValueError as error:
 """
 
 
+@pytest.mark.long
 def test_without_a_network_the_first_line_is_the_message(tmp_path):
     write_tasks(tmp_path, 32)
     task = tmp_path / "local_choice.yaml"
