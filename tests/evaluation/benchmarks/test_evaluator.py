@@ -45,10 +45,8 @@ def test_metrics_have_the_names_of_tasks_and_no_standard_errors_in_training(gpt2
 def test_settings_that_do_not_fit_are_refused_before_the_first_step(gpt2, tmp_path, settings, words):
     context, _ = gpt2
     config = harness(tmp_path, **settings)
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError, match=".*".join(words)):
         Evaluations([Benchmarks(config, 10)], context)
-    for word in words:
-        assert word in str(caught.value)
 
 
 def test_a_task_that_fails_is_logged_and_training_continues(gpt2, tmp_path, caplog):
