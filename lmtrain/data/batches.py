@@ -97,12 +97,7 @@ class TrainSource:
                 of_pairs.setdefault(name, np.zeros(tokens.shape, values.dtype))[chosen] = values
         restarts = np.array([restart(store, self.reset_positions) for store in self.stores])
         batch = make_batch(
-            tokens,
-            mask,
-            documents,
-            columns,
-            self.mask_across_documents,
-            restarts[sources] if restarts.any() else None,
+            tokens, mask, documents, columns, self.mask_across_documents, restarts[sources] if restarts.any() else None
         )
         if self.loss_weights is not None:
             weights = np.array(self.loss_weights, np.float32)[sources]

@@ -145,9 +145,7 @@ class DataConfig(SourceConfig):
         "token; otherwise the run ends before its first step",
     )
     mirror_dir: str = execution(
-        "~/.cache/lmtrain/mirror",
-        min_length=1,
-        description="Folder of local copies of shards when cache_dir is a URL",
+        "~/.cache/lmtrain/mirror", min_length=1, description="Folder of local copies of shards when cache_dir is a URL"
     )
     max_mirror_bytes: int = execution(
         100_000_000_000,
@@ -174,11 +172,7 @@ class DataConfig(SourceConfig):
     def batch_types(self) -> dict[str, str]:
         """Dtypes of the arrays of a batch, each [rows, seq_len]; see `lmtrain/data/batches.py`."""
         types = {"tokens": "int32", "loss_mask": "bool"}
-        more = {
-            "segments": self.mask_across_documents,
-            "positions": self.has_positions,
-            "documents": self.has_pairs,
-        }
+        more = {"segments": self.mask_across_documents, "positions": self.has_positions, "documents": self.has_pairs}
         return types | {name: "int32" for name, wanted in more.items() if wanted}
 
     @model_validator(mode="before")

@@ -37,13 +37,7 @@ from lmtrain.preprocess.recipe import (
     token_dtype,
 )
 from lmtrain.preprocess.record_reader import has_labels
-from lmtrain.preprocess.sources import (
-    AnySource,
-    as_recorded,
-    as_recorded_in,
-    describe_urls,
-    list_sources,
-)
+from lmtrain.preprocess.sources import AnySource, as_recorded, as_recorded_in, describe_urls, list_sources
 from lmtrain.preprocess.token_sources import TokenSource
 from lmtrain.runtime.errors import UserError, counted
 from lmtrain.runtime.logging import log

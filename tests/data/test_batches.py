@@ -44,10 +44,7 @@ def evaluation_of(store, batch_size=4, separate=True, **changes):
 @pytest.mark.parametrize("separate", [False, True])
 def test_parts_of_the_columns_are_parts_of_the_batch(store, separate):
     """Cuts fall anywhere, also where a document starts."""
-    sources = (
-        source_of(store, separate=separate),
-        evaluation_of(store, separate=separate, reset_positions=True),
-    )
+    sources = (source_of(store, separate=separate), evaluation_of(store, separate=separate, reset_positions=True))
     for source in sources:
         for cut in range(17):
             parts = [replace(source, columns=columns) for columns in (range(cut), range(cut, 16)) if columns]

@@ -428,8 +428,7 @@ def test_answers_that_repeat_their_prompt_are_an_error_if_most_do_and_counted_el
         lines = (json.dumps({"prompt": prompt, "completion": answer}) + "\n" for prompt, answer in rows)
         (tmp_path / "rows.jsonl").write_text("".join(lines))
         return DocumentReader(
-            describe_source(str(tmp_path / "rows.jsonl")),
-            dataclasses.replace(COMPLETIONS, separate_with=separator),
+            describe_source(str(tmp_path / "rows.jsonl")), dataclasses.replace(COMPLETIONS, separate_with=separator)
         )
 
     if separator.strip():  # a text of its own between them, so that both are meant

@@ -155,10 +155,7 @@ def test_answers_may_have_several_messages(folder):
         ({"prompt": "a", "chosen": "b", "rejected": "c", "history": [["d", "e"]]}, ["'history'"]),
         ({"prompt": [ASK], "chosen": [GOOD], "rejected": [BAD], "weight": 0.5}, ["'weight'"]),
         ({"prompt": [ASK], "chosen": [GOOD | {"weight": 0}], "rejected": [BAD]}, ["answer"]),
-        (
-            {"prompt": [ASK], "chosen": [{"role": "user", "content": "x"}, GOOD], "rejected": [BAD]},
-            ["'prompt'"],
-        ),
+        ({"prompt": [ASK], "chosen": [{"role": "user", "content": "x"}, GOOD], "rejected": [BAD]}, ["'prompt'"]),
         ({"prompt": "No.", "chosen": [ASK, GOOD], "rejected": [ASK, BAD]}, ["'prompt'"]),
         ({"conversations": [SYSTEM, ASK], "chosen": [ASK, GOOD], "rejected": [ASK, BAD]}, ["'conversations'"]),
         ({"prompt": 3, "chosen": [GOOD], "rejected": [BAD]}, ["'prompt'"]),

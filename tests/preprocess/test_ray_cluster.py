@@ -70,11 +70,7 @@ class Node:
         # the head asks the nodes for a sign of life twice a second
         environment = os.environ | {"RAY_TMPDIR": str(folder), "RAY_health_check_period_ms": "500"}
         self.process = subprocess.Popen(
-            command,
-            env=environment,
-            start_new_session=True,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
+            command, env=environment, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
 
     def pids(self) -> list[int]:
