@@ -18,11 +18,10 @@ from lmtrain.data.config import DataConfig
 from lmtrain.hf.chat_template import ChatTemplate
 from lmtrain.hf.find_tokenizer import open_tokenizer
 from lmtrain.hf.tokenizer import Tokenizer
-from lmtrain.preprocess.documents import DocumentReader
 from lmtrain.preprocess.executor import Report, choose_executor
 from lmtrain.preprocess.prepare_demo import prepare_demo
 from lmtrain.preprocess.recipe import Dropped, chat_template_of
-from lmtrain.preprocess.record_reader import record_reader
+from lmtrain.preprocess.record_reader import open_documents
 from lmtrain.preprocess.records import Document, TokenizedText, texts_of
 from lmtrain.preprocess.sources import AnySource, has_text, list_sources
 from lmtrain.preprocess.split_cache import make_folder
@@ -111,19 +110,15 @@ class CheckJob:
                 tasks.setdefault(hit.text, set()).add(task)
                 found.items.setdefault(task, set()).add(item)
                 if len(found.overlaps) < _LISTED:
-                    text = words.between(hit.first, hit.last)[:_SHOWN_CHARACTERS]
-                    number = hit.last - hit.first + 1
-                    place = group[hit.text][0]
-                    found.overlaps.append(
-                        Overlap(
-                            document=place,
-                            character=words.character(hit.first),
-                            task=task,
-                            item=item,
-                            words=number,
-                            text=text,
-                        )
+                    overlap = Overlap(
+                        document=group[hit.text][0],
+                        character=words.character(hit.first),
+                        task=task,
+                        item=item,
+                        words=hit.last - hit.first + 1,
+                        text=words.between(hit.first, hit.last)[:_SHOWN_CHARACTERS],
                     )
+                    found.overlaps.append(overlap)
             for named in tasks.values():
                 found.by_task.update(named)
             documents = [group[number][2] for number in np.flatnonzero(own).tolist()]
@@ -164,12 +159,7 @@ class CheckJob:
                 position += width * len(placed.tokens)
                 yield placed.place, placed.tokens, int(position)
             return
-        reader = DocumentReader(
-            self.source,
-            record_reader(self.config, tokenizer.vocab_size, self.template),
-            skip_bad=self.config.on_bad_record == "skip",
-            max_document_bytes=self.config.max_document_bytes,
-        )
+        reader = open_documents(self.source, self.config, tokenizer.vocab_size, self.template)
         for number, document in reader:
             yield reader.place(number), document, reader.position
 

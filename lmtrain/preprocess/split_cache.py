@@ -128,10 +128,6 @@ class SplitCache(Cache):
         """Jobs of the missing shards by their index."""
         return {index: self.jobs[index] for index, info in enumerate(self._infos) if info is None}
 
-    def make_folder(self) -> None:
-        """Create the folder of the cache. Raises `UserError` if it cannot be created or is not writable."""
-        make_folder(self.folder)
-
     def acquire(self) -> bool:
         """Lock the cache for building and delete temporary files of killed builds. Returns whether it was free.
 

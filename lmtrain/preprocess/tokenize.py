@@ -118,7 +118,7 @@ def tokenize(documents: list[Any], tokenizer: Tokenizer, config: DataConfig, spl
     first_piece = np.cumsum([0, *map(len, pieces[:-1])])
     lengths = np.add.reduceat(np.concatenate(counts), first_piece)
     tokens = np.concatenate(parts)
-    spelled, doubled = _count_spelled(tokens, lengths, _special_ids(tokenizer), before, after)
+    spelled, doubled = _count_spelled(tokens, lengths, list(tokenizer.special_tokens), before, after)
     empty = int((lengths == 0).sum())
     return _with_ends(tokens, lengths, before, after)._replace(spelled=spelled, doubled=doubled, empty=empty)
 
@@ -149,11 +149,6 @@ def _encode(tokenizer: Tokenizer, pieces: list[str], dtype: np.dtype) -> Iterato
             counts = np.array([len(part) for part in ids], np.int64)
             yield np.fromiter(chain.from_iterable(ids), dtype, count=int(counts.sum())), counts
             group, characters = [], 0
-
-
-def _special_ids(tokenizer: Tokenizer) -> list[int]:
-    added = tokenizer.backend.get_added_tokens_decoder()
-    return [number for number, token in added.items() if token.special]
 
 
 def _count_spelled(
@@ -214,9 +209,8 @@ def _tokenize_instructions(
             inside = _overlaps(np.array(encoding.offsets, np.int64).reshape(-1, 2), document.targets)
         doubled += (bool(after) and encoding.ids[-1:] == after) or (bool(before) and encoding.ids[:1] == before)
         targets.append(np.concatenate([np.zeros(len(before), bool), inside, np.ones(len(after), bool)]))
-    added = tokenizer.parsing_backend.get_added_tokens_decoder().values()
-    special = [token.content for token in added if token.special]
-    final = {tokenizer.eos_id, *map(tokenizer.parsing_backend.token_to_id, special)}
+    special = tokenizer.special_tokens.values()
+    final = {tokenizer.eos_id, *tokenizer.special_tokens}
     return TokenBatch(
         tokens=np.concatenate(ids),
         lengths=np.array([len(part) for part in ids], np.int64),

@@ -312,7 +312,7 @@ def test_a_config_is_read(folder):
 def test_a_missing_folder_is_an_error_and_also_one_that_is_no_hub_id(ref, reason, tmp_path, monkeypatch):
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path / "empty")
-    with pytest.raises(UserError, match=f"{ref}.*{reason}"):
+    with pytest.raises(UserError, match=f"(?s){ref}.*{reason}"):
         open_weights(ref)
 
 

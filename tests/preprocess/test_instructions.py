@@ -1,20 +1,16 @@
 """Conversations and completions: which tokens are targets, and one message with the place for each damaged record."""
 
 import dataclasses
-import gzip
 import json
 
 import numpy as np
-import pyarrow
 import pytest
 from cache_building import build_cache
 from chat_tokenizer import CONVERSATION, MARKED, PLAIN, write_chat_tokenizer, write_chats
-from pyarrow import parquet
 
 from lmtrain.data.cache_manifest import Shards, load_manifest
 from lmtrain.data.caches import Cache, open_store
 from lmtrain.data.config import DataConfig
-from lmtrain.hf import chat_template
 from lmtrain.hf.chat_template import find_template
 from lmtrain.hf.find_tokenizer import open_in_transformers
 from lmtrain.hf.tokenizer import load_tokenizer
@@ -442,23 +438,6 @@ def test_answers_that_repeat_their_prompt_are_an_error_if_most_do_and_counted_el
         list(reader(rows[:3]))
 
 
-@pytest.mark.parametrize("kind", ["parquet", "json", "jsonl.gz"])
-def test_every_kind_of_file_gives_the_same_documents(tmp_path, kind):
-    chats = [CONVERSATION, CONVERSATION[1:3]]
-    plain = chat_config(
-        tmp_path, write_chat_tokenizer(tmp_path / "tokenizer"), write_chats(tmp_path / "chats.jsonl", chats)
-    )
-    rows = [{"messages": chat, "other": 1} for chat in chats]
-    path = tmp_path / f"chats.{kind}"
-    if kind == "json":
-        path.write_text(json.dumps(rows))
-    elif kind == "jsonl.gz":
-        path.write_bytes(gzip.compress((tmp_path / "chats.jsonl").read_bytes()))
-    else:
-        parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    assert list(documents(plain.model_copy(update={"train_urls": [str(path)]}))) == list(documents(plain))
-
-
 def test_a_secret_among_the_variables_of_a_template_reaches_the_template_but_no_file(tmp_path):
     folder = write_chat_tokenizer(tmp_path / "tokenizer", "{{ api_key | length }}{{ messages[1].content }}")
     config = chat_config(tmp_path, folder, write_chats(tmp_path / "chats.jsonl", [CONVERSATION]))
@@ -471,13 +450,3 @@ def test_a_secret_among_the_variables_of_a_template_reaches_the_template_but_no_
     assert load_tokenizer(folder).backend.decode(tokens.tolist()).startswith("14")
     assert all(b"planted" not in path.read_bytes() for path in (tmp_path / "cache").rglob("*") if path.is_file())
     assert build_cache(secret, "train") == manifest
-
-
-def test_rendering_looks_for_the_hub_once_in_a_process_not_for_each_conversation(tmp_path, monkeypatch):
-    template = find_template(str(write_chat_tokenizer(tmp_path)), None, "x")
-    looked = []
-    monkeypatch.setattr(chat_template, "prepare_hub", lambda: looked.append(1))
-    chat_template._render_function.cache_clear()
-    for _ in range(3):
-        template.render(CONVERSATION)
-    assert len(looked) == 1
