@@ -6,15 +6,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from cache_building import build_cache
+from cache_building import open_built
 
 from lmtrain.data.batches import EvalSource, TrainSource, iterate
-from lmtrain.data.cache_manifest import Shards
-from lmtrain.data.caches import Cache, open_store
 from lmtrain.data.config import BatchSizes, DataConfig
 from lmtrain.data.mixture import Mixture
 from lmtrain.data.windows import WindowOrder
-from lmtrain.preprocess.split_cache import split_folder
 from lmtrain.runtime.errors import ReadError, UserError
 
 
@@ -25,9 +22,7 @@ def store(tmp_path_factory):
     config = DataConfig(
         train_urls=VALIDATION_FILES, tokenizer=str(TOKENIZER), cache_dir=str(tmp_path_factory.mktemp("cache"))
     )
-    manifest = build_cache(config, "train")
-    more = {"sources": [], "dtype": manifest.dtype, "shards": Shards.of(manifest)}
-    return open_store(config, Cache(folder=split_folder(config, "train"), recipe=manifest.recipe, **more))
+    return open_built(config)
 
 
 def source_of(*stores, rows=(0, 1, 2, 3), separate=True, **changes):

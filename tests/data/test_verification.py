@@ -6,12 +6,11 @@ import shutil
 
 import numpy as np
 import pytest
-from cache_building import build_cache
+from cache_building import build_cache, open_built
 from conftest import TOKENIZER, TRAIN_FILES
 
 from lmtrain.data import verification
 from lmtrain.data.cache_manifest import Shards
-from lmtrain.data.caches import Cache, open_store
 from lmtrain.data.config import DataConfig
 from lmtrain.data.verification import verify, verify_in_background
 from lmtrain.runtime.errors import UserError
@@ -39,9 +38,8 @@ def test_a_corrupt_shard_that_is_not_read_yet_is_an_error_whose_advice_rebuilds_
     last = folder / manifest.shards[-1].file
     good = last.read_bytes()
     flip(last)
-    shards = Shards.of(manifest)
-    more = {"recipe": manifest.recipe, "sources": [], "dtype": manifest.dtype, "shards": shards}
-    store = open_store(config, Cache(folder=str(folder), **more))
+    store = open_built(config)
+    shards = store.shards
     store.read(np.array([0]), 8)  # from the first shard
     verify_in_background(str(folder), shards).join()
     with pytest.raises(UserError, match="checksum") as caught:

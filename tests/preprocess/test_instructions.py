@@ -5,11 +5,10 @@ import json
 
 import numpy as np
 import pytest
-from cache_building import build_cache
+from cache_building import build_cache, open_built
 from chat_tokenizer import CONVERSATION, MARKED, PLAIN, write_chat_tokenizer, write_chats
 
-from lmtrain.data.cache_manifest import Shards, load_manifest
-from lmtrain.data.caches import Cache, open_store
+from lmtrain.data.cache_manifest import load_manifest
 from lmtrain.data.config import DataConfig
 from lmtrain.hf.chat_template import find_template
 from lmtrain.hf.find_tokenizer import open_in_transformers
@@ -198,15 +197,7 @@ def chat_config(tmp_path, folder, *paths, **settings):
 
 
 def read_all(config, manifest):
-    cache = Cache(
-        folder=f"{config.cache_dir}/train",
-        recipe=manifest.recipe,
-        sources=[],
-        dtype=manifest.dtype,
-        shards=Shards.of(manifest),
-        too_long="cut",
-    )
-    store = open_store(config, cache)
+    store = open_built(config)
     tokens, begins, targets = (part[0] for part in store.read(np.array([0]), manifest.tokens))
     return tokens, begins, targets, [store.document_lengths(shard).tolist() for shard in range(len(manifest.shards))]
 

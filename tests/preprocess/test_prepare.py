@@ -104,19 +104,6 @@ def test_a_too_long_document_that_cannot_be_split_is_an_error_with_its_location(
     assert build_cache(config(max_document_bytes=900), "train").documents == 342
 
 
-def test_every_format_and_compression_gives_the_same_tokens(work, finished):
-    import pyarrow
-    from pyarrow import parquet
-
-    texts = [[json.loads(line)["text"] for line in (work / name).read_text().splitlines()] for name in NAMES]
-    (work / "a.txt").write_text("\n".join(texts[0]))
-    (work / "b.json").write_text(json.dumps([{"text": text} for text in texts[1]], indent=2))
-    parquet.write_table(pyarrow.table({"text": texts[2]}), work / "c.parquet")
-    manifest = build_cache(config(train_urls=["a.txt", "b.json", "c.parquet"]), "train")
-    whole = load_manifest(str(finished))
-    assert [shard.sha256 for shard in manifest.shards] == [shard.sha256 for shard in whole.shards]
-
-
 def test_a_finished_cache_of_a_dataset_is_used_without_opening_the_dataset(work, caplog):
     (work / "data").mkdir()
     for name in NAMES:

@@ -4,15 +4,13 @@ import json
 
 import numpy as np
 import pytest
-from cache_building import build_cache
+from cache_building import open_built
 from chat_tokenizer import MARKED, write_chat_tokenizer, write_chats
 from conftest import TOKENIZER
 
-from lmtrain.data.caches import open_store
 from lmtrain.data.config import DataConfig
 from lmtrain.data.windows import windows_of
 from lmtrain.preprocess.show import first_documents
-from lmtrain.preprocess.split_cache import find_cache
 
 SEQ_LEN = 64
 
@@ -35,9 +33,7 @@ def folder(tmp_path, monkeypatch):
 
 def windows_read(config):
     """The windows that training reads: a row of tokens and a row of targets of each."""
-    build_cache(config, "train")
-    cache = find_cache(config, "train")
-    windows = windows_of(open_store(config, cache), SEQ_LEN)
+    windows = windows_of(open_built(config), SEQ_LEN)
     tokens, _, mask = windows.read(np.arange(windows.for_evaluation()), range(SEQ_LEN))
     return list(zip(tokens.tolist(), mask.tolist(), strict=True))
 

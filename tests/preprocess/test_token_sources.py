@@ -6,7 +6,7 @@ import sys
 
 import numpy as np
 import pytest
-from cache_building import build_cache
+from cache_building import build_cache, open_built
 from pydantic import ValidationError
 from token_files import EOS, begun, documents, ended, llm_c, megatron, nano_gpt, numpy_array
 from token_windows import SEQ_LEN, assert_same, config, expected, rows, windows
@@ -85,8 +85,7 @@ def test_megatron_s_documents_that_cross_blocks_of_the_reader(folder):
     docs = documents(number=300)
     megatron(folder / "big.bin", docs)
     wanted = config("big.bin")
-    build_cache(wanted, "train")
-    store = open_store(wanted, find_cache(wanted, "train"))
+    store = open_built(wanted)
     starts, size = np.array([0, 10_000]), 30_000
     tokens, begins, _ = store.read(starts, size)
     ids, ends = ended(docs), np.cumsum([len(document) + 1 for document in docs])
@@ -118,8 +117,7 @@ def test_a_file_that_changes_is_refused_by_the_run_and_by_a_resumed_one(folder, 
     docs = documents(vocab=200)
     megatron(folder / "a.bin", docs)
     wanted = config("a.bin")
-    build_cache(wanted, "train")
-    store = open_store(wanted, find_cache(wanted, "train"))
+    store = open_built(wanted)
     store.read(np.array([0]), SEQ_LEN)
     other_borders = [docs[0][:-1], np.append(docs[0][-1], docs[1]), *docs[2:]]
     name = "a.idx" if change == "index only" else "a.bin"
