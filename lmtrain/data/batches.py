@@ -105,7 +105,6 @@ class TrainSource:
         return cast(Batch, {**batch, **of_pairs})
 
     def _windows_of(self, source: int, examples: np.ndarray) -> np.ndarray:
-        """The windows of these examples of a source."""
         windows = self.windows[source]
         count = wait_for_windows(windows, examples, self.shuffle)
         if count == 0:
@@ -137,7 +136,6 @@ class EvalSource:
 
     @property
     def all_batches(self) -> int:
-        """Number of batches in the entire split."""
         return -(-self.windows.for_evaluation() // self.batch_size)
 
     def __len__(self) -> int:

@@ -59,7 +59,6 @@ class SourceConfig(Section):
 
     @property
     def has_train(self) -> bool:
-        """Whether its settings name training text."""
         return bool(self.train_urls or self.id)
 
 
@@ -158,14 +157,12 @@ class DataConfig(SourceConfig):
 
     @property
     def has_positions(self) -> bool:
-        """Whether batches have position ids."""
         if self.reset_positions is None:
             return any(source.has_targets for source in self.sources().values())
         return self.reset_positions
 
     @property
     def has_pairs(self) -> bool:
-        """Whether its sources have pairs of answers."""
         return any(isinstance(source.format, PreferenceFormat) for source in self.sources().values())
 
     @property

@@ -75,7 +75,6 @@ class PackedWindows:
         self._lengths = np.zeros(0, np.int64)
 
     def for_training(self) -> int:
-        """Number of windows so far."""
         self._pack_new()
         return len(self._starts)
 
@@ -118,15 +117,12 @@ class PackedWindows:
         return bool(self.read(numbers, range(int(self._lengths[numbers].max())))[2].any())
 
     def _read_tokens(self, numbers: np.ndarray, columns: range) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """`read_columns` of windows."""
         return read_columns(self.store, self._starts[numbers], columns)
 
     def _document_starts(self, numbers: np.ndarray, begins: np.ndarray, first: int) -> np.ndarray:
-        """`document_starts` of windows."""
         return document_starts(self.store, self._starts[numbers], begins, first)
 
     def _pack(self, shard: int) -> Packed:
-        """The windows of a shard."""
         return pack(self.store.document_lengths(shard), self._seq_len, self.store.too_long)
 
     def _pack_new(self) -> None:

@@ -55,7 +55,6 @@ class Pieces:
 
     @functools.cached_property
     def symbols(self) -> frozenset[str]:
-        """Symbols defined by the user."""
         return frozenset(self.of(USER))
 
     @functools.cached_property

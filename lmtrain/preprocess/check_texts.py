@@ -95,7 +95,6 @@ class CheckJob:
     template: ChatTemplate | None = None
 
     def run(self, report: Report) -> CheckedSource:
-        """Read the source and check its documents."""
         tokenizer = open_tokenizer(self.config.tokenizer, self.config.vocab_size)
         index = None if self.index is None else _index(self.index)
         found, hashes, contaminated = CheckedSource(), [np.zeros(0, np.uint64)], [np.zeros(0, bool)]
@@ -130,7 +129,6 @@ class CheckJob:
         return found
 
     def counts(self, result: CheckedSource) -> tuple[int, int, int]:
-        """Documents, no tokens, and bytes of input."""
         return result.documents, 0, self.source.bytes
 
     def check(self, result: CheckedSource) -> None:
@@ -183,7 +181,6 @@ def _text(document: Document, tokenizer: Tokenizer) -> str:
 
 
 def _count_tokens(documents: list[Any], tokenizer: Tokenizer, config: DataConfig) -> int:
-    """Tokens of documents in a cache."""
     if not documents:
         return 0
     if isinstance(documents[0], TokenizedText):
@@ -298,7 +295,6 @@ def _splits(config: DataConfig) -> list[_Split]:
 
 
 def _report(splits: list[_Split], index: BenchmarkIndex | None, pairs: Mapping[tuple[str, str], int]) -> dict[str, Any]:
-    """What was found, by split of each source."""
     report: dict[str, Any] = {"sources": {}}
     tasks = Counter(task for task, _ in index.names) if index is not None else Counter[str]()
     if index is not None:
@@ -324,7 +320,6 @@ def _report(splits: list[_Split], index: BenchmarkIndex | None, pairs: Mapping[t
 
 
 def _lines(report: Mapping[str, Any]) -> Iterable[str]:
-    """The report as text."""
     for task, about in report.get("benchmarks", {}).items():
         short = f", {about['too_short']:,} of them too short for it" if about["too_short"] else ""
         yield f"{task}: searched for {counted(about['items'], 'item')} by {report['ngram']} words{short}"

@@ -198,7 +198,6 @@ class Build:
         return self._thread.is_alive()
 
     def check(self) -> None:
-        """Raise the error of a failed build."""
         if self._error is not None:
             raise self._error
 

@@ -120,7 +120,6 @@ class SplitCache(Cache):
 
     @property
     def complete(self) -> bool:
-        """Whether every shard is finished."""
         return self.shards.complete
 
     @property
@@ -144,7 +143,6 @@ class SplitCache(Cache):
             self._lock.release()
 
     def holder(self) -> str:
-        """Name of the process that holds the lock."""
         return "another process" if self._lock is None else self._lock.holder()
 
     def find_finished(self) -> None:

@@ -124,7 +124,6 @@ def tokenize(documents: list[Any], tokenizer: Tokenizer, config: DataConfig, spl
 
 
 def _concatenate(documents: list[TokenizedText], tokenizer: Tokenizer) -> TokenBatch:
-    """Documents that are tokens already."""
     dtype = token_dtype(tokenizer.vocab_size)
     ids = np.concatenate([np.zeros(0, dtype), *(document.ids.astype(dtype) for document in documents)])
     lengths = np.array([len(document) for document in documents], np.int64)
@@ -166,7 +165,6 @@ def _count_spelled(
 
 
 def _with_ends(tokens: np.ndarray, lengths: np.ndarray, before: int | None, after: int | None) -> TokenBatch:
-    """Add the ids `before` and `after` to each document."""
     extended = lengths + (before is not None) + (after is not None)
     ends = np.cumsum(extended)
     out = np.empty(int(ends[-1]), tokens.dtype)

@@ -64,15 +64,12 @@ class ShardJob:
 
     @property
     def name(self) -> str:
-        """File name of the shard, without extension."""
         return self.path.rpartition("/")[2]
 
     def run(self, report: Report) -> ShardInfo:
-        """Build the shard."""
         return build_shard(self, report)
 
     def counts(self, result: ShardInfo) -> tuple[int, int, int]:
-        """Documents, tokens, and bytes of input."""
         return result.documents or 0, result.tokens, self.source.bytes
 
     def check(self, result: ShardInfo) -> None:
