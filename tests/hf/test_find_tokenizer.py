@@ -19,11 +19,6 @@ from lmtrain.runtime.errors import UserError
 TEXTS = ["def f(x):\n    return x\n", "ünï ☃ 🙂", "", "a  b\t\r\n", "<|endoftext|>"]
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
 def ids(tokenizer, text):
     return tokenizer.backend.encode(text, add_special_tokens=False).ids
 

@@ -27,11 +27,6 @@ TYPED += ["\n</s>\n"]
 LINES = [line for text in TEXTS for line in text.splitlines()] + HARD
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
 def opened(tmp_path, content):
     """A model as a tokenizer here, in the sentencepiece library, and in transformers after an export."""
     from transformers import AutoTokenizer

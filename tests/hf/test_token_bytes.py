@@ -28,11 +28,6 @@ def summed(tokenizer: Tokenizer, text: str) -> int:
     return sum(lengths[number] for number in tokenizer.backend.encode(text, add_special_tokens=False).ids)
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
 @pytest.mark.parametrize("name", [str(TOKENIZER), "byte"], ids=["bpe", "byte"])
 def test_byte_level_tokens_add_up_to_the_text_and_all_but_special_ones_have_a_length(name):
     tokenizer = open_tokenizer(name)
