@@ -30,14 +30,17 @@ _PRELUDE = """
 import json, os, sys
 from pathlib import Path
 from lmtrain.runtime.errors import UserError
-from lmtrain.hf.hub import fetch_file, parse_ref
-from lmtrain.hf.hub import check_upload, upload_folder
+from lmtrain.hf.hub import check_upload, fetch_file, offline_reason, upload_folder
 
 def use_token(token, name="HF_TOKEN"):
     for one in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
         os.environ.pop(one, None)
     if token:
         os.environ[name] = token
+
+def connect(**environment):
+    os.environ.update(environment)
+    offline_reason.cache_clear()
 
 def answer(call):
     try:

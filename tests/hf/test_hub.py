@@ -17,6 +17,8 @@ from lmtrain.hf.hub import offline_reason, parse_ref, prepare_hub
 from lmtrain.runtime.errors import UserError
 
 WEIGHTS = bytes(range(256)) * 300
+# Setup code that records waits instead of sleeping.
+NO_WAITS = "import time\nwaits = []\ntime.sleep = waits.append"
 
 
 @pytest.fixture(autouse=True)
@@ -155,11 +157,10 @@ def test_the_cache_is_used_when_offline(hub):
     calls += ['fetch_file("acme/tiny", "a.json")', 'fetch_file("acme/tiny@v2", "config.json")']
     began = time.monotonic()
     cached = str(hub.home / "hf" / "hub")
-    for environment, reason in [
-        ({"HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE is set"),
-        ({"HF_ENDPOINT": "http://127.0.0.1:9"}, "http://127.0.0.1:9 cannot be reached"),
-    ]:
-        found = hub.ask(*calls, **environment)
+    again = 'connect(HF_HUB_OFFLINE="1")'
+    both = hub.ask(*calls, again, *calls, HF_ENDPOINT="http://127.0.0.1:9")
+    nowhere, off = both[: len(calls)], both[len(calls) + 1 :]
+    for found, reason in ((nowhere, "http://127.0.0.1:9 cannot be reached"), (off, "HF_HUB_OFFLINE is set")):
         assert found[:2] == [path, None]
         assert Path(found[2]).read_bytes() == b"whole"
         assert found[3] is None  # since the complete file list was downloaded
@@ -179,15 +180,14 @@ def test_transient_errors_are_retried_and_others_are_reported(hub):
     hub.fail("cut", 1, "GET /acme/tiny/resolve/main/a.json")
     hub.fail("drop", 1, "GET /" + hashlib.sha256(WEIGHTS).hexdigest())
     calls = [f'fetch_file("acme/tiny", "{name}")' for name in contents]
-    setup = "import time\nwaits = []\ntime.sleep = waits.append"
-    found = hub.ask(*calls, 'fetch_file("acme/tiny", "none")', setup=setup)
+    found = hub.ask(*calls, 'fetch_file("acme/tiny", "none")', setup=NO_WAITS)
     assert [Path(path).read_bytes() for path in found[:-1]] == list(contents.values())
 
     hub.fail(503, 1000, "HEAD /acme/tiny/")
     hub.fail("drop", 1000, "HEAD /acme/gone/")
     hub.fail(429, 1000, "HEAD /acme/busy/")
     others = [f'fetch_file("acme/{name}", "b.json")' for name in ("tiny", "gone", "busy")]
-    *cached, broken, gone, busy = hub.ask(*calls, 'fetch_file("acme/tiny", "none")', *others, setup=setup)
+    *cached, broken, gone, busy = hub.ask(*calls, 'fetch_file("acme/tiny", "none")', *others, setup=NO_WAITS)
     assert cached == found
     for answer, reason in ((broken, "HTTP 503"), (gone, "disconnected"), (busy, "HTTP 429")):
         assert ": b.json cannot be read from the hub: " in answer
@@ -202,10 +202,6 @@ def test_an_unwritable_cache_is_not_reported_as_an_error_of_the_hub(hub):
     assert answer.startswith("UserError: acme/tiny: config.json cannot be read")
     assert "Not a directory" in answer
     assert place in answer
-
-
-# Setup code that records waits instead of sleeping.
-NO_WAITS = "import time\nwaits = []\ntime.sleep = waits.append"
 
 
 @pytest.fixture
@@ -299,29 +295,27 @@ def test_failing_uploads_are_detected_early(hub, export):
     hub.fail(502)
     short = "import lmtrain.hf.hub\nlmtrain.hf.hub._CHECK_SECONDS = 1"
     call = 'check_upload("lab/new")'
-    silent, broken = hub.ask(call, call, setup=short, HF_TOKEN=hub.token)
+    upload = 'upload_folder("my export", "lab/new", "x")'
+    nowhere, off = 'connect(HF_ENDPOINT="http://127.0.0.1:9")', 'connect(HF_HUB_OFFLINE="1")'
+    hub.requests.clear()
+    silent, broken, _, gone, _, kept = hub.ask(call, call, nowhere, call, off, upload, setup=short, HF_TOKEN=hub.token)
     assert "timed out" in silent
     assert "HTTP 502" in broken
-    hub.requests.clear()
-    upload = 'upload_folder("my export", "lab/new", "x")'
-    gone, kept = hub.ask(call, upload, HF_TOKEN=hub.token, HF_ENDPOINT="http://127.0.0.1:9")
     assert "http://127.0.0.1:9 cannot be reached" in gone
+    assert "HF_HUB_OFFLINE is set" in kept
     assert f"{hub.home}/my export is kept; to upload it by hand: hf upload lab/new " in kept
-    (offline,) = hub.ask(call, HF_TOKEN=hub.token, HF_HUB_OFFLINE="1")
-    assert "HF_HUB_OFFLINE is set" in offline
-    assert hub.requests == []
+    assert len(hub.requests) == 2
 
 
 def test_transient_errors_are_retried_without_a_second_commit(hub, export):
-    for how, where in [
+    faults = [
         ("hang", "/repos/create"),
         (500, "/repos/create"),
         ("drop", "/branch/"),
         (503, "PUT "),
         ("drop", "/verify"),
-        (503, "/commit/"),
-        ("lose", "/commit/"),
-    ]:
+    ]
+    for how, where in [*faults, (503, "/commit/"), ("lose", "/commit/")]:
         hub.fail(how, 1, where)
     done = hub.run(
         f"{NO_WAITS}\nfrom lmtrain.hf.hub import upload_folder\n"
@@ -371,8 +365,6 @@ def test_permanent_errors_are_not_retried(hub, export):
     (hub.home / "empty").mkdir()
     asked = {
         'upload_folder("my export", "lab/new", "x")': "upload requires a token",
-        'use_token("hf_ofNobody")': None,
-        'upload_folder("my export", "lab/old", "x")': "invalid token in HF_TOKEN",
         f'use_token("{hub.token}")': None,
         'upload_folder("my export", "lap/there", "x")': "Bearer ***",
         'upload_folder("my export", "lap/none", "x")': "Bearer ***",
