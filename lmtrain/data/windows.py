@@ -36,15 +36,13 @@ def pack(lengths: np.ndarray, seq_len: int, too_long: TooLong) -> Packed:
     begins = ends - lengths
     is_long = lengths > seq_len
     long_documents = np.flatnonzero(is_long)
-    starts, sizes, first = [], [], []
+    windows = []  # start, length and first document of each
     document, following = 0, 0  # `following` indexes the first long document that is not packed yet
     while document < len(lengths):
         if is_long[document]:
             following += 1
             if too_long == "cut":
-                starts.append(begins[document])
-                sizes.append(seq_len)
-                first.append(document)
+                windows.append((begins[document], seq_len, document))
             document += 1
             continue
         fit = int(np.searchsorted(ends, begins[document] + seq_len, side="right"))
@@ -52,12 +50,10 @@ def pack(lengths: np.ndarray, seq_len: int, too_long: TooLong) -> Packed:
             fit = min(fit, int(long_documents[following]))
         size = ends[fit - 1] - begins[document]
         if size:
-            starts.append(begins[document])
-            sizes.append(size)
-            first.append(document)
+            windows.append((begins[document], size, document))
         document = fit
-    as_arrays = [np.array(values, np.int64) for values in (starts, sizes, first)]
-    return Packed(as_arrays[0], as_arrays[1], as_arrays[2], len(long_documents))
+    starts, sizes, first = np.array(windows, np.int64).reshape(-1, 3).T.copy()
+    return Packed(starts, sizes, first, len(long_documents))
 
 
 class PackedWindows:
