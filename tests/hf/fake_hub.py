@@ -1,7 +1,6 @@
-"""A fake Hugging Face Hub on this machine: a real server with the part of the API that models need.
+"""A Hugging Face Hub on this machine, in memory: the API that models need, accounts with tokens, and injected faults.
 
-Models with branches and commits, accounts with tokens, and injected faults, all in memory. Large files are stored on a
-second server, as in the real Hub, which must never receive a token.
+Large files are stored on a second server, as in the real Hub, which must never receive a token.
 """
 
 import base64
@@ -140,10 +139,8 @@ class FakeHub:
         return repository
 
     def fail(self, how: int | str, times: int = 1, where: str = "") -> None:
-        """Inject a fault into the next requests whose first line contains `where`.
-
-        `how` is a status to answer with, or "drop" (disconnect), "lose" (process the request, then disconnect), "cut"
-        (send half of the answer), or "hang" (send nothing).
+        """A fault of the next requests whose first line contains `where`: a status to answer with, or "drop"
+        (disconnect), "lose" (process the request, then disconnect), "cut" (half of the answer), or "hang" (nothing).
         """
         self._faults.append([how, times, where])
 

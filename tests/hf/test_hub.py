@@ -1,5 +1,4 @@
-"""The Hub: quick check of reachability, complete downloads, and errors with the reason; uploads of exports:
-complete and in one commit, or an error with advice and the folder kept."""
+"""The Hub: reachability, complete downloads, uploads in one commit, and errors with the reason and advice."""
 
 import hashlib
 import json

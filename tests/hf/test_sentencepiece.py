@@ -1,8 +1,4 @@
-"""Sentencepiece models give the same ids in lmtrain, in the sentencepiece library, and in transformers after export,
-in particular for text that spells names of pieces.
-
-Training: any text can be decoded exactly, equal texts give equal models, and no text is left out.
-"""
+"""Sentencepiece models give the same ids here, in their library, and in transformers after export; their training."""
 
 import numpy as np
 import pytest
