@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmtrain.data import windows
@@ -109,8 +109,10 @@ def test_a_full_shuffle_waits_for_everything():
 
 
 LENGTHS = st.lists(st.integers(1, 30), max_size=60)
+ANY_SPEED = settings(deadline=None, max_examples=60, derandomize=True)
 
 
+@ANY_SPEED
 @given(LENGTHS, st.integers(2, 20), st.sampled_from(["cut", "drop"]))
 def test_windows_hold_complete_documents_in_order_and_the_next_one_does_not_fit(lengths, seq_len, too_long):
     found, sizes, first, num_long = pack(np.array(lengths, np.int64), seq_len, too_long)
@@ -192,6 +194,7 @@ def test_a_position_is_trained_if_the_next_token_is_a_target_of_the_same_documen
     assert following["segments"].max() == 0
 
 
+@ANY_SPEED
 @given(st.lists(LENGTHS.filter(bool), min_size=1, max_size=3), st.integers(2, 20))
 def test_windows_have_a_target_if_their_loss_mask_has_one(shards, seq_len):
     windows = PackedWindows(Documents(*shards), seq_len)
@@ -259,6 +262,7 @@ def test_pairs_stay_together_and_have_their_numbers():
     assert batch["reference"].tolist() == [[1, 0, 0, 2, 0, 3, 0, 4], [5, 0, 0, 6, 0, 0, 0, 0]]
 
 
+@ANY_SPEED
 @given(st.integers(1, 30), st.integers(1, 30), st.integers(2, 20))
 def test_the_longer_answer_is_cut_off_first(chosen, rejected, seq_len):
     kept = [int(part) for part in kept_lengths(np.int64(chosen), np.int64(rejected), seq_len)]
@@ -297,6 +301,7 @@ def test_a_pair_that_is_too_long_keeps_the_start_of_both_answers(lengths, tokens
     assert batch["reference"][0].tolist() == [3, 4, 0, 0, 0, 0, 0, 0]
 
 
+@ANY_SPEED
 @given(st.lists(LENGTHS.filter(lambda lengths: len(lengths) > 1), min_size=1, max_size=3), st.integers(1, 7))
 def test_parts_of_the_columns_are_parts_of_the_batch_of_documents_and_of_pairs(shards, cut):
     shards = [lengths[: len(lengths) // 2 * 2] for lengths in shards]
