@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from cache_building import build_cache
+from cache_building import build_cache, open_built
 from preprocess.conftest import NAMES, config, contents, lines, mtimes
 
 from lmtrain.data.cache_manifest import Shards, load_manifest
@@ -142,6 +142,8 @@ def test_passthrough_stores_token_ids_unchanged(work):
     settings = {"train_urls": ["ids.jsonl"], "text_key": "ids", "tokenizer": "passthrough", "vocab_size": 70_000}
     manifest = build_cache(config(**settings, enforce_eos=False), "train")
     assert (manifest.tokens, manifest.documents, manifest.dtype) == (4, 3, "<u4")
+    stored = open_built(config(**settings, enforce_eos=False)).read(np.array([0]), 4)[0]
+    assert stored.tolist() == [[1, 2, 3, 69_999]]
     assert manifest.recipe["tokenizer"] == {"fingerprint": "passthrough", "vocab_size": 70_000}
 
 
