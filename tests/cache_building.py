@@ -1,7 +1,9 @@
 """Building of a token cache within a test."""
 
 from lmtrain.data.cache_manifest import CacheManifest
+from lmtrain.data.caches import open_store
 from lmtrain.data.config import DataConfig
+from lmtrain.data.token_store import TokenStore
 from lmtrain.preprocess.executor import choose_executor
 from lmtrain.preprocess.prepare import Build, wait
 from lmtrain.preprocess.split_cache import find_cache
@@ -15,3 +17,9 @@ def build_cache(config: DataConfig, split: str) -> CacheManifest:
     wait(Build([cache], choose_executor(RayConfig(), config.num_preprocess_workers, ALONE)).start())
     assert cache.manifest is not None
     return cache.manifest
+
+
+def open_built(config: DataConfig, split: str = "train") -> TokenStore:
+    """Build what is missing of a cache, and open its tokens."""
+    build_cache(config, split)
+    return open_store(config, find_cache(config, split))

@@ -2,14 +2,12 @@
 
 import numpy as np
 import pyarrow
-from cache_building import build_cache
+from cache_building import open_built
 from pyarrow import parquet
 from token_files import EOS, begun, ended
 
-from lmtrain.data.caches import open_store
 from lmtrain.data.config import DataConfig
 from lmtrain.data.windows import windows_of
-from lmtrain.preprocess.split_cache import find_cache
 
 SEQ_LEN = 50
 
@@ -22,8 +20,7 @@ def config(*urls, cache_dir="cache", tokenizer="byte", **changes):
 
 def windows(wanted):
     """Tokens, starts of documents, 0 in padding, and loss masks of all windows."""
-    build_cache(wanted, "train")
-    found = windows_of(open_store(wanted, find_cache(wanted, "train")), SEQ_LEN)
+    found = windows_of(open_built(wanted), SEQ_LEN)
     tokens, firsts, mask = found.read(np.arange(found.for_evaluation()), range(SEQ_LEN))
     firsts.reshape(-1)[found.store.shards.tokens :] = 0
     return tokens, firsts, mask

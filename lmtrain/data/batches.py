@@ -97,12 +97,7 @@ class TrainSource:
                 of_pairs.setdefault(name, np.zeros(tokens.shape, values.dtype))[chosen] = values
         restarts = np.array([restart(store, self.reset_positions) for store in self.stores])
         batch = make_batch(
-            tokens,
-            mask,
-            documents,
-            columns,
-            self.mask_across_documents,
-            restarts[sources] if restarts.any() else None,
+            tokens, mask, documents, columns, self.mask_across_documents, restarts[sources] if restarts.any() else None
         )
         if self.loss_weights is not None:
             weights = np.array(self.loss_weights, np.float32)[sources]
@@ -110,7 +105,6 @@ class TrainSource:
         return cast(Batch, {**batch, **of_pairs})
 
     def _windows_of(self, source: int, examples: np.ndarray) -> np.ndarray:
-        """The windows of these examples of a source."""
         windows = self.windows[source]
         count = wait_for_windows(windows, examples, self.shuffle)
         if count == 0:
@@ -142,7 +136,6 @@ class EvalSource:
 
     @property
     def all_batches(self) -> int:
-        """Number of batches in the entire split."""
         return -(-self.windows.for_evaluation() // self.batch_size)
 
     def __len__(self) -> int:

@@ -56,7 +56,6 @@ class ShardInfo:
 
     @property
     def in_place(self) -> bool:
-        """Whether it is a file that is read where it is."""
         return self.layout is not None or self.dtype is not None
 
     @property
@@ -83,7 +82,6 @@ class CacheManifest:
 
     @property
     def has_targets(self) -> bool:
-        """Whether it is a cache of documents with targets."""
         return has_targets(self.recipe)
 
     @property
@@ -191,7 +189,6 @@ class Shards:
 
     @classmethod
     def of(cls, manifest: CacheManifest) -> "Shards":
-        """Shards of a finished cache."""
         shards = cls()
         shards.infos = list(manifest.shards)
         shards.starts = np.cumsum([0, *(shard.tokens for shard in manifest.shards)]).astype(np.int64)
@@ -200,7 +197,6 @@ class Shards:
 
     @classmethod
     def of_one(cls, info: ShardInfo) -> "Shards":
-        """A single shard."""
         shards = cls()
         shards.add(info)
         shards.finish()

@@ -166,12 +166,10 @@ class Cache:
 
     @property
     def has_targets(self) -> bool:
-        """Whether it holds conversations or completions."""
         return self.too_long is not None
 
     @property
     def has_pairs(self) -> bool:
-        """Whether it holds pairs of answers."""
         return has_pairs(self.recipe)
 
     @property

@@ -59,7 +59,6 @@ class SourceConfig(Section):
 
     @property
     def has_train(self) -> bool:
-        """Whether its settings name training text."""
         return bool(self.train_urls or self.id)
 
 
@@ -145,9 +144,7 @@ class DataConfig(SourceConfig):
         "token; otherwise the run ends before its first step",
     )
     mirror_dir: str = execution(
-        "~/.cache/lmtrain/mirror",
-        min_length=1,
-        description="Folder of local copies of shards when cache_dir is a URL",
+        "~/.cache/lmtrain/mirror", min_length=1, description="Folder of local copies of shards when cache_dir is a URL"
     )
     max_mirror_bytes: int = execution(
         100_000_000_000,
@@ -160,25 +157,19 @@ class DataConfig(SourceConfig):
 
     @property
     def has_positions(self) -> bool:
-        """Whether batches have position ids."""
         if self.reset_positions is None:
             return any(source.has_targets for source in self.sources().values())
         return self.reset_positions
 
     @property
     def has_pairs(self) -> bool:
-        """Whether its sources have pairs of answers."""
         return any(isinstance(source.format, PreferenceFormat) for source in self.sources().values())
 
     @property
     def batch_types(self) -> dict[str, str]:
         """Dtypes of the arrays of a batch, each [rows, seq_len]; see `lmtrain/data/batches.py`."""
         types = {"tokens": "int32", "loss_mask": "bool"}
-        more = {
-            "segments": self.mask_across_documents,
-            "positions": self.has_positions,
-            "documents": self.has_pairs,
-        }
+        more = {"segments": self.mask_across_documents, "positions": self.has_positions, "documents": self.has_pairs}
         return types | {name: "int32" for name, wanted in more.items() if wanted}
 
     @model_validator(mode="before")

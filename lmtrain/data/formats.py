@@ -1,12 +1,11 @@
 """Settings of what the records of a source are: text, conversations, completions, preferences, or token ids."""
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
-from pydantic import Tag, model_validator
+from pydantic import AfterValidator, Tag
 
 from lmtrain.config.section import FreeText, RawText, Section, by_type, identity
 from lmtrain.hf.config import RENDERER_NAMES
-from lmtrain.runtime.errors import field_error
 
 TooLong = Literal["cut", "drop"]
 
@@ -38,11 +37,14 @@ def _template_variables() -> Any:
     return identity({}, description="Variables for the template; a record's own chat_template_kwargs take precedence")
 
 
-def _checked_variables(variables: dict[str, Any]) -> None:
+def _checked_variables(variables: dict[str, Any]) -> dict[str, Any]:
     """Raise an error for variables that are set for each conversation."""
     if used := sorted(RENDERER_NAMES & variables.keys()):
-        message = f"{', '.join(used)}: set for each conversation; choose another name"
-        raise field_error("chat_template_kwargs", message)
+        raise ValueError(f"{', '.join(used)}: set for each conversation; choose another name")
+    return variables
+
+
+_Variables = Annotated[dict[str, Any], AfterValidator(_checked_variables)]
 
 
 class ChatFormat(Section):
@@ -53,7 +55,7 @@ class ChatFormat(Section):
         "messages", min_length=1, description="Key of the list of messages in each record"
     )
     chat_template: RawText | None = _chat_template()
-    chat_template_kwargs: dict[str, Any] = _template_variables()
+    chat_template_kwargs: _Variables = _template_variables()
     ignored_fields: list[RawText] = _ignored_fields()
     loss_on: Literal["assistant", "all", "last"] = identity(
         "assistant", description="Targets: tokens of the assistant's messages, of all messages, or of its last message"
@@ -61,11 +63,6 @@ class ChatFormat(Section):
     too_long: TooLong = identity(
         "cut", description="Action for a conversation longer than seq_len: cut off its end, or drop it"
     )
-
-    @model_validator(mode="after")
-    def _check_variables(self) -> Self:
-        _checked_variables(self.chat_template_kwargs)
-        return self
 
 
 class CompletionFormat(Section):
@@ -98,18 +95,13 @@ class PreferenceFormat(Section):
     chosen_field: RawText = identity("chosen", min_length=1, description="Key of the preferred answer in each record")
     rejected_field: RawText = identity("rejected", min_length=1, description="Key of the other answer in each record")
     chat_template: RawText | None = _chat_template()
-    chat_template_kwargs: dict[str, Any] = _template_variables()
+    chat_template_kwargs: _Variables = _template_variables()
     ignored_fields: list[RawText] = _ignored_fields()
     too_long: TooLong = identity(
         "cut",
         description="Action for a pair whose answers are together longer than seq_len: cut off the end of the longer "
         "answer, then of both, or drop the pair",
     )
-
-    @model_validator(mode="after")
-    def _check_variables(self) -> Self:
-        _checked_variables(self.chat_template_kwargs)
-        return self
 
 
 class TokensFormat(Section):

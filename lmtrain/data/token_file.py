@@ -183,7 +183,6 @@ class TokenLayout:
 
     @classmethod
     def of(cls, described: Mapping[str, Any]) -> "TokenLayout":
-        """The layout of its description in a manifest."""
         index = described["index"]
         return cls(**{**described, "index": None if index is None else MegatronIndex(**index)})
 

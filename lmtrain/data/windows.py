@@ -36,15 +36,13 @@ def pack(lengths: np.ndarray, seq_len: int, too_long: TooLong) -> Packed:
     begins = ends - lengths
     is_long = lengths > seq_len
     long_documents = np.flatnonzero(is_long)
-    starts, sizes, first = [], [], []
+    windows = []  # start, length and first document of each
     document, following = 0, 0  # `following` indexes the first long document that is not packed yet
     while document < len(lengths):
         if is_long[document]:
             following += 1
             if too_long == "cut":
-                starts.append(begins[document])
-                sizes.append(seq_len)
-                first.append(document)
+                windows.append((begins[document], seq_len, document))
             document += 1
             continue
         fit = int(np.searchsorted(ends, begins[document] + seq_len, side="right"))
@@ -52,12 +50,10 @@ def pack(lengths: np.ndarray, seq_len: int, too_long: TooLong) -> Packed:
             fit = min(fit, int(long_documents[following]))
         size = ends[fit - 1] - begins[document]
         if size:
-            starts.append(begins[document])
-            sizes.append(size)
-            first.append(document)
+            windows.append((begins[document], size, document))
         document = fit
-    as_arrays = [np.array(values, np.int64) for values in (starts, sizes, first)]
-    return Packed(as_arrays[0], as_arrays[1], as_arrays[2], len(long_documents))
+    starts, sizes, first = np.array(windows, np.int64).reshape(-1, 3).T.copy()
+    return Packed(starts, sizes, first, len(long_documents))
 
 
 class PackedWindows:
@@ -75,7 +71,6 @@ class PackedWindows:
         self._lengths = np.zeros(0, np.int64)
 
     def for_training(self) -> int:
-        """Number of windows so far."""
         self._pack_new()
         return len(self._starts)
 
@@ -118,15 +113,12 @@ class PackedWindows:
         return bool(self.read(numbers, range(int(self._lengths[numbers].max())))[2].any())
 
     def _read_tokens(self, numbers: np.ndarray, columns: range) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """`read_columns` of windows."""
         return read_columns(self.store, self._starts[numbers], columns)
 
     def _document_starts(self, numbers: np.ndarray, begins: np.ndarray, first: int) -> np.ndarray:
-        """`document_starts` of windows."""
         return document_starts(self.store, self._starts[numbers], begins, first)
 
     def _pack(self, shard: int) -> Packed:
-        """The windows of a shard."""
         return pack(self.store.document_lengths(shard), self._seq_len, self.store.too_long)
 
     def _pack_new(self) -> None:

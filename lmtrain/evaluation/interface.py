@@ -2,6 +2,7 @@
 this.
 """
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -99,6 +100,16 @@ class Context:
     xla_options: Mapping[str, Any] = field(default_factory=dict)
     check_stop: Callable[[], None] = _nothing
     progress: Callable[[int, int, str], None] = _nothing
+
+    def between_batches(self, what: str) -> Callable[[], None]:
+        """What to call after each batch of all sets: it ends a run that has to stop, and shows the progress."""
+        done, total = itertools.count(1), sum(map(len, self.sets.values()))
+
+        def between() -> None:
+            self.check_stop()
+            self.progress(next(done), total, what)
+
+        return between
 
 
 class Evaluator(Protocol):

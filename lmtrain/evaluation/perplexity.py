@@ -1,6 +1,5 @@
 """Validation loss: the mean over all target tokens of a split."""
 
-import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -47,14 +46,7 @@ class Perplexity:
         `bpb` is bits per byte of text, if the tokenizer's token lengths are known. With several sets, also
         `<name>/loss` and `<name>/bpb` of each, and their means over the sets, `macro_loss` and `macro_bpb`.
         """
-        context, done = self._context, itertools.count(1)
-        total = sum(map(len, context.sets.values()))
-
-        def between() -> None:
-            context.check_stop()
-            context.progress(next(done), total, "batches")
-
-        return measure(self._step, params, context.sets, between)
+        return measure(self._step, params, self._context.sets, self._context.between_batches("batches"))
 
     def describe(self, metrics: Mapping[str, float]) -> str:
         """All sets together, then the loss of each; losses of averaged parameters are only shown together."""

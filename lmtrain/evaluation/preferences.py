@@ -1,6 +1,5 @@
 """Preferences on validation sets: the objective's loss, and how often the chosen answer has the higher reward."""
 
-import itertools
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -34,15 +33,9 @@ class PreferenceEvaluator:
 
     def evaluate(self, params: Any, step: int) -> dict[str, float]:
         """`loss`, and what the objective logs, such as `rewards/accuracies`."""
-        context, done = self._context, itertools.count(1)
-        total = sum(map(len, context.sets.values()))
-
-        def between() -> None:
-            context.check_stop()
-            context.progress(next(done), total, "batches of pairs")
-
         sums: Counter[str] = Counter()
-        for batches in context.sets.values():
+        between = self._context.between_batches("batches of pairs")
+        for batches in self._context.sets.values():
             for result in read_ahead(self._step, params, batches, between):
                 sums.update({name: float(value) for name, value in result.items()})
         pairs = sums.pop("pairs")

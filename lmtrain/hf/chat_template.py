@@ -264,12 +264,11 @@ def end_of_turn(template: ChatTemplate, tokenizer: Tokenizer, before: Sequence[M
     if PROBE not in text:
         return None
     backend = tokenizer.parsing_backend
-    special = {number for number, token in backend.get_added_tokens_decoder().items() if token.special}
     with tokenizer.errors():
         encoding = backend.encode(text, add_special_tokens=False)
     end = text.rfind(PROBE) + len(PROBE)
     after = (number for number, (start, _) in zip(encoding.ids, encoding.offsets, strict=True) if start >= end)
-    return next((number for number in after if number in special), None)
+    return next((number for number in after if number in tokenizer.special_tokens), None)
 
 
 def _special_tokens(folder: str) -> tuple[tuple[str, str], ...]:

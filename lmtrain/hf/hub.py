@@ -262,10 +262,9 @@ def check_upload(ref: str) -> None:
     except Exception as error:
         raise UserError(f"{ref}: an upload would fail: {explain(error, ref)}") from None
     role = account.get("auth", {}).get("accessToken", {}).get("role")
-    settings = f"{endpoint()}/settings/tokens"
     if role == "read":
         raise UserError(
-            f"{ref}: an upload would fail: the token is read-only; create one with write access at {settings}"
+            f"{ref}: an upload would fail: the token is read-only; create one with write access at {_settings()}"
         )
     owners = [account.get("name", ""), *(group.get("name", "") for group in account.get("orgs", []))]
     if (
@@ -341,7 +340,7 @@ def _need_token(ref: str) -> str:
         raise UserError(f"{ref}: upload failed: {offline_reason()}")
     token = find_token()
     if token is None:
-        advice = f"set HF_TOKEN to a token with write access from {endpoint()}/settings/tokens"
+        advice = f"set HF_TOKEN to a token with write access from {_settings()}"
         raise UserError(f"{ref}: upload requires a token\n  {advice}")
     return token
 

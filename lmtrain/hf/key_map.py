@@ -58,7 +58,6 @@ class Row:
         return array.T if self.transpose else array
 
     def their_shape(self, shape: Sequence[int], vocab_size: int) -> tuple[int, ...]:
-        """Shape of the result of `to_theirs` for an array of this shape."""
         return self._arranged(np.broadcast_to(np.int8(0), shape), vocab_size).shape
 
     def to_ours(self, array: np.ndarray, shape: Sequence[int]) -> np.ndarray:

@@ -55,7 +55,6 @@ class Pieces:
 
     @functools.cached_property
     def symbols(self) -> frozenset[str]:
-        """Symbols defined by the user."""
         return frozenset(self.of(USER))
 
     @functools.cached_property
@@ -219,11 +218,7 @@ _TRAINING: dict[str, Any] = {
 
 
 def train_sentencepiece(
-    texts: Iterable[str],
-    vocab_size: int,
-    model_type: str,
-    input_sentence_size: int,
-    special_tokens: Sequence[str] = (),
+    texts: Iterable[str], vocab_size: int, model_type: str, input_sentence_size: int, special_tokens: Sequence[str] = ()
 ) -> bytes:
     """Train a model; returns the content of a `.model` file of `vocab_size` pieces. Equal texts give equal bytes.
 

@@ -84,6 +84,12 @@ class Tokenizer:
         return before, after
 
     @property
+    def special_tokens(self) -> dict[int, str]:
+        """Texts of the special tokens, by their ids."""
+        added = self.backend.get_added_tokens_decoder()
+        return {number: token.content for number, token in added.items() if token.special}
+
+    @property
     def identity(self) -> dict[str, Any]:
         """Values that are equal for two tokenizers that give the same ids."""
         return {"fingerprint": self.fingerprint, "vocab_size": self.vocab_size}
@@ -264,10 +270,10 @@ def text_sizes(tokenizer: Tokenizer) -> TextSizes | None:
     known = next((letter for letter in _PROBES if size(letter)), None)
     if known is None or size(known) != 2:
         return TextSizes(sizes)
-    special = [token for token in tokenizer.parsing_backend.get_added_tokens_decoder().items() if token[1].special]
+    special = tokenizer.special_tokens
     after = {number for number in (tokenizer.eos_id, tokenizer.bos_id) if number is not None}
-    if special and size(special[0][1].content + known) == size(known):  # not only at the start of a text
-        after |= {number for number, _ in special}
+    if special and size(next(iter(special.values())) + known) == size(known):  # not only at the start of a text
+        after |= special.keys()
     return TextSizes(sizes, [max(0, size - 1) for size in sizes], tuple(sorted(after)))
 
 
@@ -290,7 +296,10 @@ def token_bytes(tokenizer: Tokenizer) -> list[int] | None:
     else:
         return None
     added = {token["id"]: token for token in content.get("added_tokens", [])}
-    unknown = _unknown_id(content["model"], tokenizer.library)
+    model = content["model"]
+    unknown = model.get("unk_id")  # whose text has no length
+    if unknown is None and model.get("unk_token") is not None:
+        unknown = tokenizer.library.token_to_id(model["unk_token"])
     lengths = [0] * tokenizer.vocab_size
     for text, number in tokenizer.library.get_vocab(with_added_tokens=True).items():
         if number in added:
@@ -302,13 +311,6 @@ def token_bytes(tokenizer: Tokenizer) -> list[int] | None:
 
 def _sentencepiece_bytes(piece: str) -> int:
     return 1 if _BYTE.fullmatch(piece) else len(piece.replace("▁", " ").encode())
-
-
-def _unknown_id(model: Any, library: Any) -> int | None:
-    """Id of the unknown token, whose text length is undefined."""
-    if model.get("unk_id") is not None:
-        return int(model["unk_id"])
-    return None if model.get("unk_token") is None else library.token_to_id(model["unk_token"])
 
 
 def encode_prompt(tokenizer: Tokenizer, prompt: str, setting: str, bos: bool) -> list[int]:

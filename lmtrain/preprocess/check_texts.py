@@ -18,11 +18,10 @@ from lmtrain.data.config import DataConfig
 from lmtrain.hf.chat_template import ChatTemplate
 from lmtrain.hf.find_tokenizer import open_tokenizer
 from lmtrain.hf.tokenizer import Tokenizer
-from lmtrain.preprocess.documents import DocumentReader
 from lmtrain.preprocess.executor import Report, choose_executor
 from lmtrain.preprocess.prepare_demo import prepare_demo
 from lmtrain.preprocess.recipe import Dropped, chat_template_of
-from lmtrain.preprocess.record_reader import record_reader
+from lmtrain.preprocess.record_reader import open_documents
 from lmtrain.preprocess.records import Document, TokenizedText, texts_of
 from lmtrain.preprocess.sources import AnySource, has_text, list_sources
 from lmtrain.preprocess.split_cache import make_folder
@@ -96,7 +95,6 @@ class CheckJob:
     template: ChatTemplate | None = None
 
     def run(self, report: Report) -> CheckedSource:
-        """Read the source and check its documents."""
         tokenizer = open_tokenizer(self.config.tokenizer, self.config.vocab_size)
         index = None if self.index is None else _index(self.index)
         found, hashes, contaminated = CheckedSource(), [np.zeros(0, np.uint64)], [np.zeros(0, bool)]
@@ -111,19 +109,15 @@ class CheckJob:
                 tasks.setdefault(hit.text, set()).add(task)
                 found.items.setdefault(task, set()).add(item)
                 if len(found.overlaps) < _LISTED:
-                    text = words.between(hit.first, hit.last)[:_SHOWN_CHARACTERS]
-                    number = hit.last - hit.first + 1
-                    place = group[hit.text][0]
-                    found.overlaps.append(
-                        Overlap(
-                            document=place,
-                            character=words.character(hit.first),
-                            task=task,
-                            item=item,
-                            words=number,
-                            text=text,
-                        )
+                    overlap = Overlap(
+                        document=group[hit.text][0],
+                        character=words.character(hit.first),
+                        task=task,
+                        item=item,
+                        words=hit.last - hit.first + 1,
+                        text=words.between(hit.first, hit.last)[:_SHOWN_CHARACTERS],
                     )
+                    found.overlaps.append(overlap)
             for named in tasks.values():
                 found.by_task.update(named)
             documents = [group[number][2] for number in np.flatnonzero(own).tolist()]
@@ -135,7 +129,6 @@ class CheckJob:
         return found
 
     def counts(self, result: CheckedSource) -> tuple[int, int, int]:
-        """Documents, no tokens, and bytes of input."""
         return result.documents, 0, self.source.bytes
 
     def check(self, result: CheckedSource) -> None:
@@ -164,12 +157,7 @@ class CheckJob:
                 position += width * len(placed.tokens)
                 yield placed.place, placed.tokens, int(position)
             return
-        reader = DocumentReader(
-            self.source,
-            record_reader(self.config, tokenizer.vocab_size, self.template),
-            skip_bad=self.config.on_bad_record == "skip",
-            max_document_bytes=self.config.max_document_bytes,
-        )
+        reader = open_documents(self.source, self.config, tokenizer.vocab_size, self.template)
         for number, document in reader:
             yield reader.place(number), document, reader.position
 
@@ -193,7 +181,6 @@ def _text(document: Document, tokenizer: Tokenizer) -> str:
 
 
 def _count_tokens(documents: list[Any], tokenizer: Tokenizer, config: DataConfig) -> int:
-    """Tokens of documents in a cache."""
     if not documents:
         return 0
     if isinstance(documents[0], TokenizedText):
@@ -308,7 +295,6 @@ def _splits(config: DataConfig) -> list[_Split]:
 
 
 def _report(splits: list[_Split], index: BenchmarkIndex | None, pairs: Mapping[tuple[str, str], int]) -> dict[str, Any]:
-    """What was found, by split of each source."""
     report: dict[str, Any] = {"sources": {}}
     tasks = Counter(task for task, _ in index.names) if index is not None else Counter[str]()
     if index is not None:
@@ -334,7 +320,6 @@ def _report(splits: list[_Split], index: BenchmarkIndex | None, pairs: Mapping[t
 
 
 def _lines(report: Mapping[str, Any]) -> Iterable[str]:
-    """The report as text."""
     for task, about in report.get("benchmarks", {}).items():
         short = f", {about['too_short']:,} of them too short for it" if about["too_short"] else ""
         yield f"{task}: searched for {counted(about['items'], 'item')} by {report['ngram']} words{short}"

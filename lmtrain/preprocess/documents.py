@@ -70,11 +70,7 @@ class DocumentReader:
     """
 
     def __init__(
-        self,
-        source: AnySource,
-        reader: RecordReader,
-        skip_bad: bool = False,
-        max_document_bytes: int | None = None,
+        self, source: AnySource, reader: RecordReader, skip_bad: bool = False, max_document_bytes: int | None = None
     ):
         self.skipped = 0
         self.bad_records: list[str] = []

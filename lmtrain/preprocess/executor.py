@@ -180,7 +180,6 @@ def _start_worker(counters: Any, threads: int, background: bool) -> None:
 
 
 def _end_with_parent() -> None:
-    """Exit when the parent has died."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()

@@ -38,7 +38,6 @@ class DatasetShard:
 
     @property
     def label(self) -> str:
-        """Name of the shard in messages."""
         return self.url
 
 

@@ -18,7 +18,7 @@ from lmtrain.preprocess.executor import Executor
 from lmtrain.preprocess.prepare_demo import prepare_demo
 from lmtrain.preprocess.recipe import Dropped
 from lmtrain.preprocess.sources import has_text
-from lmtrain.preprocess.split_cache import SplitCache, find_cache, has_cache, split_folder
+from lmtrain.preprocess.split_cache import SplitCache, find_cache, has_cache, make_folder, split_folder
 from lmtrain.preprocess.write_shard import ShardJob
 from lmtrain.run.config import RunConfig
 from lmtrain.runtime.errors import UserError, counted
@@ -188,7 +188,7 @@ class Build:
         for cache in self._finished if not self.follows else []:
             cache.save_times()
         for cache in self._caches:
-            cache.make_folder()
+            make_folder(cache.folder)
         if self._caches:
             self._thread.start()
         return self
@@ -198,7 +198,6 @@ class Build:
         return self._thread.is_alive()
 
     def check(self) -> None:
-        """Raise the error of a failed build."""
         if self._error is not None:
             raise self._error
 

@@ -140,9 +140,8 @@ def check_sources(folder: str, cached: Mapping[Any, _Source], wanted: Mapping[An
     Their files may have moved to another folder, and may have another time (`is_touched`). A cache that is not
     `complete` may lack some.
     """
-    if all(_is_same(source, wanted.get(shard)) for shard, source in cached.items()) and (
-        not complete or len(cached) == len(wanted)
-    ):
+    same = (shard in wanted and _content(source) == _content(wanted[shard]) for shard, source in cached.items())
+    if all(same) and (not complete or len(cached) == len(wanted)):
         return
     before, now = (dict.fromkeys(map(_name, sources.values())) for sources in (cached, wanted))
     changed = [_name(s) for s in cached.values() if not any(_agree(s, other) for other in wanted.values())]
@@ -153,23 +152,14 @@ def check_sources(folder: str, cached: Mapping[Any, _Source], wanted: Mapping[An
     _refuse(folder, lines or ["the list of sources has another order or length"])
 
 
-def _is_same(cached: _Source, wanted: _Source | None) -> bool:
-    """Whether these are the same source: a file of the same content, or a copy of it in another folder."""
-    return wanted is not None and _content(cached) == _content(wanted)
-
-
 def is_touched(cached: _Source, now: _Source) -> bool:
     """Whether two records of the same source differ only in the time of the file."""
     return cached["url"] == now["url"] and cached.get("modified") != now.get("modified")
 
 
 def _content(source: _Source) -> dict[str, Any]:
-    """A source without its folder and time."""
-    return {**_without_time(source), "url": os.path.basename(source["url"])}
-
-
-def _without_time(source: _Source) -> dict[str, Any]:
-    return {**source, "modified": None}
+    """A source without its folder and time, which is equal for a file and a copy of it in another folder."""
+    return {**source, "modified": None, "url": os.path.basename(source["url"])}
 
 
 def _agree(cached: _Source, wanted: _Source) -> bool:

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -23,6 +23,9 @@ from lmtrain.preprocess.records import (
 from lmtrain.preprocess.sources import AnySource
 from lmtrain.preprocess.token_sources import TokenSource
 from lmtrain.runtime.errors import UserError
+
+if TYPE_CHECKING:
+    from lmtrain.preprocess.documents import DocumentReader
 
 # Rows with token ids, such as those of a tokenized dataset, and which of their tokens are targets.
 #
@@ -240,6 +243,20 @@ def record_reader(
     )
 
 
+def open_documents(
+    source: AnySource,
+    config: DataConfig,
+    vocab_size: int,
+    template: ChatTemplate | None = None,
+    labelled: bool | None = None,
+) -> "DocumentReader":
+    """The documents of a source as its settings say; `template` and `labelled` are those of `record_reader`."""
+    from lmtrain.preprocess.documents import DocumentReader  # which a finished cache does not need
+
+    reader, skip_bad = record_reader(config, vocab_size, template, labelled), config.on_bad_record == "skip"
+    return DocumentReader(source, reader, skip_bad, config.max_document_bytes)
+
+
 def has_labels(sources: Sequence[AnySource], config: DataConfig, vocab_size: int) -> bool:
     """Whether documents have targets: conversations and completions do, and token ids if their first row has labels.
 
@@ -257,14 +274,5 @@ def has_labels(sources: Sequence[AnySource], config: DataConfig, vocab_size: int
 
 
 def _first_has_labels(source: AnySource, config: DataConfig, vocab_size: int) -> bool:
-    from lmtrain.preprocess.documents import DocumentReader
-    from lmtrain.preprocess.records import TokenizedText
-
-    reader = DocumentReader(
-        source,
-        record_reader(config, vocab_size),
-        skip_bad=config.on_bad_record == "skip",
-        max_document_bytes=config.max_document_bytes,
-    )
-    _, first = next(iter(reader), (0, None))
+    _, first = next(iter(open_documents(source, config, vocab_size)), (0, None))
     return isinstance(first, TokenizedText) and first.targets is not None

@@ -22,9 +22,9 @@ from lmtrain.data.formats import PreferenceFormat, TextFormat, TooLong
 from lmtrain.data.windows import kept_lengths, pack
 from lmtrain.hf.find_tokenizer import open_tokenizer
 from lmtrain.hf.tokenizer import Tokenizer
-from lmtrain.preprocess.documents import DocumentReader, not_read
+from lmtrain.preprocess.documents import not_read
 from lmtrain.preprocess.recipe import chat_template_of, check_special_tokens
-from lmtrain.preprocess.record_reader import record_reader
+from lmtrain.preprocess.record_reader import open_documents
 from lmtrain.preprocess.records import AnswerPair, InstructionText
 from lmtrain.preprocess.sources import AnySource, list_sources
 from lmtrain.preprocess.token_sources import TokenSource, documents_in_place
@@ -101,14 +101,11 @@ def _pack(
 
 def _documents_of(source: AnySource, config: DataConfig, tokenizer: Tokenizer) -> Iterator[ShownDocument]:
     if isinstance(source, TokenSource):
-        yield from _shown_in_place(source, config, tokenizer)
+        for place, tokens in documents_in_place(source, config, tokenizer.vocab_size):
+            ids, targets = tokens.ids, tokens.targets
+            yield ShownDocument(place=place, ids=ids, targets=targets, sequences={}, length=len(ids))
         return
-    reader = DocumentReader(
-        source,
-        record_reader(config, tokenizer.vocab_size, chat_template_of(config)),
-        skip_bad=config.on_bad_record == "skip",
-        max_document_bytes=config.max_document_bytes,
-    )
+    reader = open_documents(source, config, tokenizer.vocab_size, chat_template_of(config))
     split_long = tokenizer.library is not None and can_split(tokenizer.library)
     left_out, noticed = 0, set[str]()
     for number, document in reader:
@@ -135,14 +132,6 @@ def _documents_of(source: AnySource, config: DataConfig, tokenizer: Tokenizer) -
                 length=part.stop - part.start,
                 notes=shown,
             )
-
-
-def _shown_in_place(source: TokenSource, config: DataConfig, tokenizer: Tokenizer) -> Iterator[ShownDocument]:
-    for document in documents_in_place(source, config, tokenizer.vocab_size):
-        ids = document.tokens.ids
-        yield ShownDocument(
-            place=document.place, ids=ids, targets=document.tokens.targets, sequences={}, length=len(ids)
-        )
 
 
 def describe_document(document: ShownDocument, tokenizer: Tokenizer, colour: bool) -> str:

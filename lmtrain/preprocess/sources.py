@@ -238,10 +238,7 @@ def _no_data(url: str, start: bytes) -> UserError | None:
     if reason := lfs_pointer(start):
         return FilesMissingError(f"{url}: {reason}")
     extension, compression = format_of(url)
-    if extension == ".txt" and compression is None:  # whose text may be HTML
-        reason = None
-    else:
-        reason = web_page(start)
+    reason = None if extension == ".txt" and compression is None else web_page(start)  # its text may be HTML
     named = binary_name(start)
     if extension in (".jsonl", ".json", ".txt") and compression is None and named is not None:
         reason = f"its content is that of a {named}; rename it if its format is supported"

@@ -37,13 +37,7 @@ from lmtrain.preprocess.recipe import (
     token_dtype,
 )
 from lmtrain.preprocess.record_reader import has_labels
-from lmtrain.preprocess.sources import (
-    AnySource,
-    as_recorded,
-    as_recorded_in,
-    describe_urls,
-    list_sources,
-)
+from lmtrain.preprocess.sources import AnySource, as_recorded, as_recorded_in, describe_urls, list_sources
 from lmtrain.preprocess.token_sources import TokenSource
 from lmtrain.runtime.errors import UserError, counted
 from lmtrain.runtime.logging import log
@@ -126,17 +120,12 @@ class SplitCache(Cache):
 
     @property
     def complete(self) -> bool:
-        """Whether every shard is finished."""
         return self.shards.complete
 
     @property
     def missing(self) -> "dict[int, ShardJob]":
         """Jobs of the missing shards by their index."""
         return {index: self.jobs[index] for index, info in enumerate(self._infos) if info is None}
-
-    def make_folder(self) -> None:
-        """Create the folder of the cache. Raises `UserError` if it cannot be created or is not writable."""
-        make_folder(self.folder)
 
     def acquire(self) -> bool:
         """Lock the cache for building and delete temporary files of killed builds. Returns whether it was free.
@@ -154,7 +143,6 @@ class SplitCache(Cache):
             self._lock.release()
 
     def holder(self) -> str:
-        """Name of the process that holds the lock."""
         return "another process" if self._lock is None else self._lock.holder()
 
     def find_finished(self) -> None:

@@ -51,12 +51,10 @@ class TokenSource:
 
     @property
     def label(self) -> str:
-        """Name of the source in messages."""
         return redact(self.url)
 
     @property
     def recorded(self) -> dict[str, Any]:
-        """The source as in manifests."""
         return self.info.source
 
     def check_index(self) -> None:

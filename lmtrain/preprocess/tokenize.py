@@ -118,13 +118,12 @@ def tokenize(documents: list[Any], tokenizer: Tokenizer, config: DataConfig, spl
     first_piece = np.cumsum([0, *map(len, pieces[:-1])])
     lengths = np.add.reduceat(np.concatenate(counts), first_piece)
     tokens = np.concatenate(parts)
-    spelled, doubled = _count_spelled(tokens, lengths, _special_ids(tokenizer), before, after)
+    spelled, doubled = _count_spelled(tokens, lengths, list(tokenizer.special_tokens), before, after)
     empty = int((lengths == 0).sum())
     return _with_ends(tokens, lengths, before, after)._replace(spelled=spelled, doubled=doubled, empty=empty)
 
 
 def _concatenate(documents: list[TokenizedText], tokenizer: Tokenizer) -> TokenBatch:
-    """Documents that are tokens already."""
     dtype = token_dtype(tokenizer.vocab_size)
     ids = np.concatenate([np.zeros(0, dtype), *(document.ids.astype(dtype) for document in documents)])
     lengths = np.array([len(document) for document in documents], np.int64)
@@ -151,11 +150,6 @@ def _encode(tokenizer: Tokenizer, pieces: list[str], dtype: np.dtype) -> Iterato
             group, characters = [], 0
 
 
-def _special_ids(tokenizer: Tokenizer) -> list[int]:
-    added = tokenizer.backend.get_added_tokens_decoder()
-    return [number for number, token in added.items() if token.special]
-
-
 def _count_spelled(
     tokens: np.ndarray, lengths: np.ndarray, special: list[int], before: int | None, after: int | None
 ) -> tuple[int, int]:
@@ -171,7 +165,6 @@ def _count_spelled(
 
 
 def _with_ends(tokens: np.ndarray, lengths: np.ndarray, before: int | None, after: int | None) -> TokenBatch:
-    """Add the ids `before` and `after` to each document."""
     extended = lengths + (before is not None) + (after is not None)
     ends = np.cumsum(extended)
     out = np.empty(int(ends[-1]), tokens.dtype)
@@ -214,9 +207,8 @@ def _tokenize_instructions(
             inside = _overlaps(np.array(encoding.offsets, np.int64).reshape(-1, 2), document.targets)
         doubled += (bool(after) and encoding.ids[-1:] == after) or (bool(before) and encoding.ids[:1] == before)
         targets.append(np.concatenate([np.zeros(len(before), bool), inside, np.ones(len(after), bool)]))
-    added = tokenizer.parsing_backend.get_added_tokens_decoder().values()
-    special = [token.content for token in added if token.special]
-    final = {tokenizer.eos_id, *map(tokenizer.parsing_backend.token_to_id, special)}
+    special = tokenizer.special_tokens.values()
+    final = {tokenizer.eos_id, *tokenizer.special_tokens}
     return TokenBatch(
         tokens=np.concatenate(ids),
         lengths=np.array([len(part) for part in ids], np.int64),

@@ -18,7 +18,7 @@ from lmtrain.hf.find_tokenizer import open_tokenizer
 from lmtrain.preprocess.documents import DocumentReader
 from lmtrain.preprocess.executor import Report
 from lmtrain.preprocess.recipe import token_dtype
-from lmtrain.preprocess.record_reader import record_reader
+from lmtrain.preprocess.record_reader import open_documents
 from lmtrain.preprocess.records import Document, texts_of
 from lmtrain.preprocess.sources import AnySource, Source, as_recorded, source_checksums, version_of
 from lmtrain.preprocess.tokenize import TokenBatch, can_split, split_document, tokenize
@@ -64,15 +64,12 @@ class ShardJob:
 
     @property
     def name(self) -> str:
-        """File name of the shard, without extension."""
         return self.path.rpartition("/")[2]
 
     def run(self, report: Report) -> ShardInfo:
-        """Build the shard."""
         return build_shard(self, report)
 
     def counts(self, result: ShardInfo) -> tuple[int, int, int]:
-        """Documents, tokens, and bytes of input."""
         return result.documents or 0, result.tokens, self.source.bytes
 
     def check(self, result: ShardInfo) -> None:
@@ -94,12 +91,7 @@ def build_shard(job: ShardJob, report: Report = lambda *_: None) -> ShardInfo:
     split_long = tokenizer.library is not None and can_split(tokenizer.library)
     file = f"{job.path}.arrayrecord"
     labelled = has_targets(job.recipe)
-    reader = DocumentReader(
-        job.source,
-        record_reader(job.config, tokenizer.vocab_size, job.template, labelled),
-        skip_bad=job.config.on_bad_record == "skip",
-        max_document_bytes=job.config.max_document_bytes,
-    )
+    reader = open_documents(job.source, job.config, tokenizer.vocab_size, job.template, labelled)
     counts = dict.fromkeys(WARNINGS, 0)
     version = version_of(job.source)
     with _published(file) as temporary:
@@ -108,7 +100,10 @@ def build_shard(job: ShardJob, report: Report = lambda *_: None) -> ShardInfo:
             position, number, dropped, dropped_tokens = 0, 0, 0, 0
             for documents in _batches(reader, split_long, job.config.max_document_bytes):
                 every = tokenize(documents, tokenizer, job.config, split_long)
-                kept = np.repeat(_kept(job, number, len(documents)), len(every.lengths) // len(documents))
+                kept = np.ones(len(documents), bool)
+                if job.dropped is not None:
+                    kept = ~job.dropped[number : number + len(documents)]
+                kept = np.repeat(kept, len(every.lengths) // len(documents))
                 batch = every.only(kept)
                 number += len(documents)
                 dropped += len(kept) - len(batch.lengths)
@@ -147,13 +142,6 @@ def _warnings(job: ShardJob, records: int, counts: dict[str, int], documents: in
     empty = [] if records or is_part else [f"{label}: no documents"]
     found = {WARNINGS[name]: f"{count:,} of {documents:,} documents" for name, count in counts.items() if count}
     return empty + [f"{label}: {warning.format(number)}" for warning, number in found.items()]
-
-
-def _kept(job: ShardJob, first: int, count: int) -> np.ndarray:
-    """Which of `count` documents from number `first` on are kept, bool [count]."""
-    if job.dropped is None:
-        return np.ones(count, bool)
-    return ~job.dropped[first : first + count]
 
 
 def _check_bad_share(reader: DocumentReader, documents: int, job: ShardJob) -> None:

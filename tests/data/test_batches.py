@@ -6,15 +6,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from cache_building import build_cache
+from cache_building import open_built
 
 from lmtrain.data.batches import EvalSource, TrainSource, iterate
-from lmtrain.data.cache_manifest import Shards
-from lmtrain.data.caches import Cache, open_store
 from lmtrain.data.config import BatchSizes, DataConfig
 from lmtrain.data.mixture import Mixture
 from lmtrain.data.windows import WindowOrder
-from lmtrain.preprocess.split_cache import split_folder
 from lmtrain.runtime.errors import ReadError, UserError
 
 
@@ -25,15 +22,7 @@ def store(tmp_path_factory):
     config = DataConfig(
         train_urls=VALIDATION_FILES, tokenizer=str(TOKENIZER), cache_dir=str(tmp_path_factory.mktemp("cache"))
     )
-    manifest = build_cache(config, "train")
-    cache = Cache(
-        folder=split_folder(config, "train"),
-        recipe=manifest.recipe,
-        sources=[],
-        dtype=manifest.dtype,
-        shards=Shards.of(manifest),
-    )
-    return open_store(config, cache)
+    return open_built(config)
 
 
 def source_of(*stores, rows=(0, 1, 2, 3), separate=True, **changes):
@@ -47,20 +36,10 @@ def evaluation_of(store, batch_size=4, separate=True, **changes):
     return EvalSource(store=store, batch_size=batch_size, **settings | changes)
 
 
-def test_every_row_has_one_target_fewer_than_tokens(store):
-    batch = source_of(store)[3]
-    assert batch["tokens"].shape == batch["loss_mask"].shape == (4, 16)
-    assert batch["loss_mask"].sum(axis=1).tolist() == [15] * 4
-    assert not batch["loss_mask"][:, -1].any()
-
-
 @pytest.mark.parametrize("separate", [False, True])
 def test_parts_of_the_columns_are_parts_of_the_batch(store, separate):
     """Cuts fall anywhere, also where a document starts."""
-    sources = (
-        source_of(store, separate=separate),
-        evaluation_of(store, separate=separate, reset_positions=True),
-    )
+    sources = (source_of(store, separate=separate), evaluation_of(store, separate=separate, reset_positions=True))
     for source in sources:
         for cut in range(17):
             parts = [replace(source, columns=columns) for columns in (range(cut), range(cut, 16)) if columns]
@@ -83,9 +62,11 @@ def test_loss_weights_of_a_source_apply_to_all_its_tokens(store):
 
 
 def test_training_windows_are_the_text_in_order(store):
-    rows = [source_of(store)[step]["tokens"] for step in range(3)]
+    batches = [source_of(store)[step] for step in range(3)]
     expected, _, _ = store.read(np.array([0]), 3 * 4 * 16)
-    np.testing.assert_array_equal(np.concatenate(rows).ravel(), expected[0])
+    np.testing.assert_array_equal(np.concatenate([batch["tokens"] for batch in batches]).ravel(), expected[0])
+    for batch in batches:  # every row has one target fewer than tokens
+        assert batch["loss_mask"].tolist() == [[True] * 15 + [False]] * 4
 
 
 def test_segments_are_where_the_documents_of_each_row_start(store):
@@ -173,29 +154,25 @@ def test_phases_of_batch_sizes_cut_the_same_sequence_of_examples_differently(sto
         np.testing.assert_array_equal(batch["tokens"], batches[step]["tokens"])
 
 
-def failing(error):
+@pytest.mark.parametrize(
+    ("error", "starts"),
+    [(MemoryError(), True), (OSError(5, "Input/output error"), True), (RuntimeError("can't start new thread"), False)],
+)
+def test_a_reader_thread_that_fails_is_an_error_that_names_the_data_and_the_cause(store, monkeypatch, error, starts):
     def fail(*arguments):
         raise error
 
-    return fail
-
-
-@pytest.mark.parametrize("error", [MemoryError(), OSError(5, "Input/output error")])
-def test_a_reader_thread_that_fails_is_an_error_that_names_the_data_and_the_cause(store, monkeypatch, error):
-    monkeypatch.setattr(store, "_read_blocks", failing(error))
-    with pytest.raises(ReadError, match=f"{re.escape(store.name)} .*{type(error).__name__}"):
-        next(iterate(source_of(store)))
-
-
-def test_a_reader_thread_that_cannot_be_started_is_an_error_that_names_the_data(store, monkeypatch):
-    monkeypatch.setattr(threading.Thread, "start", failing(RuntimeError("can't start new thread")))
-    with pytest.raises(ReadError, match=re.escape(store.name)):
+    monkeypatch.setattr(*((store, "_read_blocks") if starts else (threading.Thread, "start")), fail)
+    with pytest.raises(ReadError, match=f"{re.escape(store.name)} .*{type(error).__name__ if starts else ''}"):
         next(iterate(source_of(store)))
 
 
 @pytest.mark.parametrize("error", [RuntimeError("a mistake in the code"), UserError("a corrupt shard")])
 def test_other_errors_of_a_reader_thread_are_raised_as_they_are(store, monkeypatch, error):
-    monkeypatch.setattr(store, "_read_blocks", failing(error))
+    def fail(*arguments):
+        raise error
+
+    monkeypatch.setattr(store, "_read_blocks", fail)
     with pytest.raises(type(error), match=str(error)):
         next(iterate(source_of(store)))
 
@@ -208,22 +185,12 @@ def test_less_than_one_sequence_is_a_user_error(store):
 
 def test_a_mixture_reads_each_example_from_its_source(store):
     mixture = Mixture([(0, (1.0, 3.0))], seed=5)
-    reversed_store = _Reversed(store)
-    source = source_of(store, reversed_store, mixture=mixture)
-    alone = [source_of(one) for one in (store, reversed_store)]
-    taken = [0, 0]
+    stores = store, _Reversed(store)
+    source, alone = source_of(*stores, mixture=mixture), [source_of(one) for one in stores]
     for step in range(6):
         sources, numbers = mixture.source_of(np.arange(4 * step, 4 * step + 4))
-        batch = source[step]
-        for row, (which, number) in enumerate(zip(sources.tolist(), numbers.tolist(), strict=True)):
-            assert number == taken[which]
-            taken[which] += 1
-            windows = alone[which]._windows_of(0, np.array([number]))
-            expected = alone[which].windows[0].read(windows, range(alone[which].seq_len))[0][0]
-            np.testing.assert_array_equal(batch["tokens"][row], expected)
-        assert batch["loss_mask"].tolist() == [[True] * 15 + [False]] * 4
-    assert taken[0] + taken[1] == 24
-    assert taken[1] > taken[0] > 0
+        for tokens, which, number in zip(source[step]["tokens"], sources, numbers, strict=True):
+            np.testing.assert_array_equal(tokens, alone[which][number // 4]["tokens"][number % 4])
 
 
 def test_the_seeds_of_the_sources_never_change(store):

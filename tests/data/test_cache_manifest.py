@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from lmtrain.data.cache_manifest import CacheManifest, ShardInfo, Shards, load_manifest, manifest_path, save_manifest
+from lmtrain.data.cache_manifest import CacheManifest, ShardInfo, Shards, load_manifest, save_manifest
 from lmtrain.runtime.errors import UserError
 
 SHARD = ShardInfo(
@@ -23,26 +23,14 @@ def test_a_manifest_reads_back_as_written(tmp_path):
     save_manifest(str(tmp_path), MANIFEST)
     assert load_manifest(str(tmp_path)) == MANIFEST
     assert (MANIFEST.tokens, MANIFEST.documents) == (80, 6)
+    assert load_manifest(str(tmp_path / "none")) is None
 
 
-def test_a_missing_manifest_loads_as_none(tmp_path):
-    assert load_manifest(str(tmp_path)) is None
-
-
-@pytest.mark.parametrize("change", [{"format": 99}, {"block_tokens": 5}])
-def test_another_format_is_refused(tmp_path, change):
+@pytest.mark.parametrize("change", [{"format": 99}, {"block_tokens": 5}, None])
+def test_another_format_and_a_corrupt_manifest_are_refused(tmp_path, change):
     save_manifest(str(tmp_path), MANIFEST)
-    path = manifest_path(str(tmp_path))
-    with open(path) as file:
-        value = json.load(file)
-    with open(path, "w") as file:
-        json.dump(value | change, file)
-    with pytest.raises(UserError, match=r"manifest\.json: "):
-        load_manifest(str(tmp_path))
-
-
-def test_a_corrupt_manifest_is_refused_with_advice(tmp_path):
-    (tmp_path / "manifest.json").write_text('{"format": 1,')
+    path = tmp_path / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change) if change else '{"format": 1,')
     with pytest.raises(UserError, match=r"manifest\.json: "):
         load_manifest(str(tmp_path))
 
@@ -71,24 +59,18 @@ def test_shards_of_a_manifest_are_complete():
     assert [shard.tokens for shard in shards.follow()] == [3, 0, 4]
 
 
-def test_waiting_ends_when_there_are_enough_tokens(pool):
+def test_waiting_ends_when_there_are_enough_tokens_or_the_cache_is_complete(pool):
     shards = Shards()
     shards.add(info(5))
     assert shards.wait_for(5) == 5
-    waiting = pool.submit(shards.wait_for, 6)
+    waiting, many, everything = (pool.submit(shards.wait_for, count) for count in (6, 100, None))
     assert still_waiting(waiting)
     shards.add(info(2))
     assert waiting.result(10) == 7
-
-
-def test_waiting_ends_when_the_cache_is_complete(pool):
-    shards = Shards()
-    few, everything = pool.submit(shards.wait_for, 100), pool.submit(shards.wait_for, None)
-    shards.add(info(5))
-    assert still_waiting(few)
+    assert still_waiting(many)
     assert still_waiting(everything)
     shards.finish()
-    assert few.result(10) == everything.result(10) == 5
+    assert many.result(10) == everything.result(10) == 7
 
 
 def test_a_failed_build_is_an_error_for_every_reader_also_of_existing_shards(pool):
@@ -104,18 +86,11 @@ def test_a_failed_build_is_an_error_for_every_reader_also_of_existing_shards(poo
 
 def test_following_yields_each_shard_once_in_order(pool):
     shards = Shards()
-    seen = []
-
-    def follow():
-        for shard in shards.follow():
-            seen.append(shard.tokens)
-
-    following = pool.submit(follow)
+    following = pool.submit(list, shards.follow())
     for tokens in range(20):
         shards.add(info(tokens))
     shards.finish()
-    following.result(10)
-    assert seen == list(range(20))
+    assert [shard.tokens for shard in following.result(10)] == list(range(20))
 
 
 def test_readers_never_see_starts_without_their_shards():

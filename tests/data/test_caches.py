@@ -31,7 +31,7 @@ TWO = {"a": {"train_urls": ["a"]}, "b": {"train_urls": ["b"]}}
 def cache_of(*tokens, url="a.jsonl", fingerprint="f", recipe=None):
     shards = Shards()
     for count in tokens:
-        shards.add(ShardInfo(file="f", source={}, bytes=1, sha256="", tokens=count, documents=1))
+        shards.add(shard(0, count))
     source = {"url": url, "bytes": 9, "fingerprint": fingerprint, "start": None}
     return Cache(folder="folder", recipe=recipe or {"tokenizer": "t"}, sources=[source], dtype="<u2", shards=shards)
 
@@ -109,7 +109,7 @@ def content_of(number):
 
 @pytest.fixture
 def cache(tmp_path):
-    """URL of a folder with the twelve shards of 1000 bytes that `infos` describes."""
+    """URL of a folder with the twelve shards of 1000 bytes that `INFOS` describes."""
     fs = fsspec.filesystem("memory")
     folder = f"{tmp_path}/cache"
     for number in range(12):
@@ -123,19 +123,13 @@ def folder(tmp_path):
     return tmp_path / "mirror"
 
 
-@pytest.fixture
-def infos():
-    return [
-        ShardInfo(
-            file=f"shard-{number}.arrayrecord",
-            source={},
-            bytes=SIZE,
-            sha256=hashlib.sha256(content_of(number)).hexdigest(),
-            tokens=1,
-            documents=1,
-        )
-        for number in range(12)
-    ]
+def shard(number, tokens=1):
+    checksum = hashlib.sha256(content_of(number)).hexdigest()
+    name = f"shard-{number}.arrayrecord"
+    return ShardInfo(file=name, source={}, bytes=SIZE, sha256=checksum, tokens=tokens, documents=1)
+
+
+INFOS = list(map(shard, range(12)))
 
 
 def change(cache, number, content):
@@ -147,32 +141,25 @@ def change(cache, number, content):
         fs.pipe_file(path, content)
 
 
-def numbers_in(folder, infos):
+def numbers_in(folder):
     """Numbers of the shards with a copy; fails if the folder has any other file."""
-    by_name = {f"{info.sha256}.arrayrecord": number for number, info in enumerate(infos)}
+    by_name = {f"{info.sha256}.arrayrecord": number for number, info in enumerate(INFOS)}
     return sorted(by_name[name] for name in os.listdir(folder))
 
 
-def used(folder, info, seconds_ago):
-    """Set the last use of a copy to `seconds_ago`."""
-    then = time.time() - seconds_ago
-    os.utime(folder / f"{info.sha256}.arrayrecord", (then, then))
-
-
-class Downloads(list):
-    """Names of the files downloaded so far. `before` is called with the name before each download."""
-
-    def before(self, name):
-        pass
+def numbers_in_copies(folder):
+    """Numbers of the complete copies, without unfinished downloads and other files."""
+    return [number for number, info in enumerate(INFOS) if (folder / f"{info.sha256}.arrayrecord").exists()]
 
 
 @pytest.fixture
 def downloads(monkeypatch):
-    seen, real = Downloads(), caches.download
+    """Names of the files downloaded so far, which takes some time."""
+    seen, real = [], caches.download
 
     def download(source, target):
         seen.append(source.rpartition("/")[2])
-        seen.before(seen[-1])
+        time.sleep(0.05)
         real(source, target)
 
     monkeypatch.setattr(caches, "download", download)
@@ -186,22 +173,22 @@ def wait_for_mirror():
             thread.join(10)
 
 
-def finished(infos):
+def finished():
     shards = Shards()
-    for info in infos:
+    for info in INFOS:
         shards.add(info)
     shards.finish()
     return shards
 
 
-def test_a_copy_is_named_by_its_checksum_and_downloaded_once(cache, folder, infos, downloads):
+def test_a_copy_is_named_by_its_checksum_and_downloaded_once(cache, folder, downloads):
     for mirrored in (Mirror(cache, str(folder), 10**6), Mirror(f"{cache}/", str(folder), 10**6)):
         for _ in range(2):
-            path = mirrored.locate(infos[3])
-            assert path == str(folder / f"{infos[3].sha256}.arrayrecord")
+            path = mirrored.locate(INFOS[3])
+            assert path == str(folder / f"{INFOS[3].sha256}.arrayrecord")
             assert content(path) == content_of(3)
     assert downloads == ["shard-3.arrayrecord"]
-    assert numbers_in(folder, infos) == [3]
+    assert numbers_in(folder) == [3]
 
 
 def content(path):
@@ -209,28 +196,28 @@ def content(path):
         return file.read()
 
 
-def test_a_copy_with_a_wrong_size_is_downloaded_again(cache, folder, infos):
+def test_a_copy_with_a_wrong_size_is_downloaded_again(cache, folder):
     mirrored = Mirror(cache, str(folder), 10**6)
-    path = mirrored.locate(infos[0])
+    path = mirrored.locate(INFOS[0])
     os.truncate(path, SIZE - 1)
-    assert content(mirrored.locate(infos[0])) == content_of(0)
+    assert content(mirrored.locate(INFOS[0])) == content_of(0)
 
 
 @pytest.mark.parametrize("damaged", [b"", content_of(5)[:-1], content_of(5) + b"\x05", content_of(6)], ids=len)
-def test_a_corrupt_shard_is_not_kept_and_the_error_gives_advice(cache, folder, infos, damaged):
+def test_a_corrupt_or_missing_shard_is_not_kept_and_named(cache, folder, damaged):
     change(cache, 5, damaged)
     mirrored = Mirror(cache, str(folder), 10**6)
-    with pytest.raises(UserError) as caught:
-        mirrored.locate(infos[5])
-    message = str(caught.value)
-    assert message.startswith(f"{cache}/shard-5.arrayrecord: checksum")
-    assert f"{cache}/manifest.json" in message
+    with pytest.raises(UserError, match=f"^{cache}/shard-5.arrayrecord: checksum.*{cache}/manifest.json"):
+        mirrored.locate(INFOS[5])
+    change(cache, 5, None)
+    with pytest.raises(UserError, match=f"^{cache}/shard-5.arrayrecord is missing"):
+        mirrored.locate(INFOS[5])
     assert os.listdir(folder) == []
     change(cache, 5, content_of(5))
-    assert os.path.getsize(mirrored.locate(infos[5])) == SIZE
+    assert os.path.getsize(mirrored.locate(INFOS[5])) == SIZE
 
 
-def test_a_shard_that_the_network_garbles_is_downloaded_again(cache, folder, infos, monkeypatch):
+def test_a_shard_that_the_network_garbles_is_downloaded_again(cache, folder, monkeypatch):
     garbled, download = iter((b"1", b"2")), caches.download
 
     def garble(url, local):
@@ -240,154 +227,102 @@ def test_a_shard_that_the_network_garbles_is_downloaded_again(cache, folder, inf
                 file.write(content_of(0)[:-1] + change)
 
     monkeypatch.setattr(caches, "download", garble)
-    assert content(Mirror(cache, str(folder), 10**9).locate(infos[0])) == content_of(0)
+    assert content(Mirror(cache, str(folder), 10**9).locate(INFOS[0])) == content_of(0)
     assert next(garbled, None) is None
 
 
-def test_a_missing_shard_is_named(cache, folder, infos):
-    change(cache, 5, None)
-    with pytest.raises(UserError, match=f"^{cache}/shard-5.arrayrecord is missing: "):
-        Mirror(cache, str(folder), 10**6).locate(infos[5])
-    assert os.listdir(folder) == []
-
-
-def test_a_full_disk_is_reported(cache, folder, infos):
+def test_a_full_disk_is_reported(cache, folder):
     mirrored = Mirror(cache, str(folder), 10**6)
-    path = folder / f"{infos[5].sha256}.arrayrecord"
+    path = folder / f"{INFOS[5].sha256}.arrayrecord"
     (folder / f"{path.name}.tmp-{os.getpid()}").symlink_to("/dev/full")
     with pytest.raises(UserError, match=rf"^data\.mirror_dir: {path} "):
-        mirrored.locate(infos[5])
+        mirrored.locate(INFOS[5])
     assert os.listdir(folder) == []
 
 
-def test_a_folder_that_cannot_be_created_is_a_user_error(cache, tmp_path):
+def test_a_folder_that_cannot_be_created_is_a_user_error_and_one_at_home_is_found(cache, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert Mirror(cache, "~/mirror", 10**6).locate(INFOS[0]).startswith(f"{tmp_path}/home/mirror/")
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(UserError, match=rf"^data\.mirror_dir: {tmp_path}/file/mirror"):
         Mirror(cache, f"{tmp_path}/file/mirror", 10**6)
 
 
-def test_a_mirror_in_the_home_folder_is_found(cache, tmp_path, infos, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert Mirror(cache, "~/mirror", 10**6).locate(infos[0]).startswith(f"{tmp_path}/home/mirror/")
-
-
-def copied(cache, folder, infos, count):
-    """A mirror without a limit, which has the first shards; the first one was used the longest ago."""
+def copied(cache, folder, count):
+    """Copy the first shards; the first one was used the longest ago."""
     mirrored = Mirror(cache, str(folder), 10**6)
     for number in range(count):
-        mirrored.locate(infos[number])
-        used(folder, infos[number], 1000 - number)
-    return mirrored
+        path = mirrored.locate(INFOS[number])
+        os.utime(path, (time.time() - 1000 + number,) * 2)
 
 
-def test_least_recently_used_copies_are_evicted_first(cache, folder, infos):
-    copied(cache, folder, infos, 4)
+def test_least_recently_used_copies_are_evicted_first(cache, folder):
+    copied(cache, folder, 4)
     mirrored = Mirror(cache, str(folder), 4 * SIZE)
-    mirrored.locate(infos[0])  # the least recently used copy is now the most recent one
+    mirrored.locate(INFOS[0])  # the least recently used copy is now the most recent one
     for new, left in ((4, [0, 2, 3, 4]), (5, [0, 3, 4, 5]), (6, [0, 4, 5, 6])):
-        mirrored.locate(infos[new])
-        assert numbers_in(folder, infos) == left
+        mirrored.locate(INFOS[new])
+        assert numbers_in(folder) == left
 
 
-def test_recently_requested_copies_are_kept_whatever_the_limit(cache, folder, infos):
+def test_recently_requested_copies_are_kept_whatever_the_limit(cache, folder):
     mirrored = Mirror(cache, str(folder), 1)
-    for info in infos[:8]:
+    for info in INFOS[:8]:
         mirrored.locate(info)
     for _ in range(8):
-        mirrored.locate(infos[0])  # evicts no other copy, and makes this the most recent one
-    mirrored.locate(infos[8])
-    assert numbers_in(folder, infos) == [0, 2, 3, 4, 5, 6, 7, 8]
+        mirrored.locate(INFOS[0])  # evicts no other copy, and makes this the most recent one
+    mirrored.locate(INFOS[8])
+    assert numbers_in(folder) == [0, 2, 3, 4, 5, 6, 7, 8]
 
 
-def test_an_open_reader_can_read_an_evicted_copy_and_other_files_are_left_alone(cache, folder, infos):
+def test_an_open_reader_can_read_an_evicted_copy_and_other_files_are_left_alone(cache, folder):
     mirrored = Mirror(cache, str(folder), 1)
     (folder / "notes.txt").write_bytes(b"mine" * SIZE)
-    with open(mirrored.locate(infos[0]), "rb") as reader:
-        for info in infos[1:]:
+    with open(mirrored.locate(INFOS[0]), "rb") as reader:
+        for info in INFOS[1:]:
             mirrored.locate(info)
-        assert 0 not in numbers_in_copies(folder, infos)
+        assert 0 not in numbers_in_copies(folder)
         assert reader.read() == content_of(0)
     assert (folder / "notes.txt").exists()
 
 
-def test_threads_that_request_the_same_shard_share_one_download(cache, folder, infos, downloads):
-    downloads.before = lambda name: time.sleep(0.05)
+def test_threads_that_request_the_same_shard_share_one_download(cache, folder, downloads):
     mirrored = Mirror(cache, str(folder), 10**6)
     with ThreadPoolExecutor(8) as pool:
-        paths = list(pool.map(mirrored.locate, infos[:1] * 8))
+        paths = list(pool.map(mirrored.locate, INFOS[:1] * 8))
     assert len(downloads) == 1
-    assert paths == [str(folder / f"{infos[0].sha256}.arrayrecord")] * 8
+    assert paths == [str(folder / f"{INFOS[0].sha256}.arrayrecord")] * 8
 
 
-def test_a_shard_does_not_wait_for_the_download_of_another(cache, folder, infos, downloads):
-    started, released = threading.Event(), threading.Event()
-
-    def wait(name):
-        if "shard-0" in name:
-            started.set()
-            assert released.wait(10)
-
-    downloads.before = wait
-    mirrored = Mirror(cache, str(folder), 10**6)
-    with ThreadPoolExecutor(1) as pool:
-        slow = pool.submit(mirrored.locate, infos[0])
-        assert started.wait(10)
-        mirrored.locate(infos[1])
-        assert numbers_in_copies(folder, infos) == [1]
-        released.set()
-        slow.result(10)
-    assert numbers_in(folder, infos) == [0, 1]
-
-
-def numbers_in_copies(folder, infos):
-    """Numbers of the complete copies, without unfinished downloads."""
-    return [number for number, info in enumerate(infos) if (folder / f"{info.sha256}.arrayrecord").exists()]
-
-
-def test_shards_are_prefetched_in_order_up_to_the_limit(cache, folder, infos, downloads):
-    Mirror(cache, str(folder), 4 * SIZE).fetch_ahead(finished(infos))
+def test_shards_are_prefetched_in_order_up_to_the_limit(cache, folder, downloads):
+    Mirror(cache, str(folder), 4 * SIZE).fetch_ahead(finished())
     wait_for_mirror()
     assert downloads == [f"shard-{number}.arrayrecord" for number in range(4)]
-    assert numbers_in(folder, infos) == [0, 1, 2, 3]
+    assert numbers_in(folder) == [0, 1, 2, 3]
 
 
-def test_prefetch_follows_a_growing_cache(cache, folder, infos):
-    shards = Shards()
-    Mirror(cache, str(folder), 10**6).fetch_ahead(shards)
-    for info in infos[:2]:
-        shards.add(info)
-    deadline = time.monotonic() + 10
-    while numbers_in_copies(folder, infos) != [0, 1] and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert numbers_in_copies(folder, infos) == [0, 1]
-    shards.add(infos[2])
-    shards.finish()
-    wait_for_mirror()
-    assert numbers_in(folder, infos) == [0, 1, 2]
-
-
-def test_a_failed_prefetch_is_an_error_only_for_the_reader_of_the_shard(cache, folder, infos):
+def test_a_failed_prefetch_is_an_error_only_for_the_reader_of_the_shard(cache, folder):
     change(cache, 1, content_of(2))
     mirrored = Mirror(cache, str(folder), 10**6)
-    mirrored.fetch_ahead(finished(infos))
+    mirrored.fetch_ahead(finished())
     wait_for_mirror()
-    assert numbers_in(folder, infos) == [0]
-    mirrored.locate(infos[2])
+    assert numbers_in(folder) == [0]
+    mirrored.locate(INFOS[2])
     with pytest.raises(UserError, match="checksum mismatch"):
-        mirrored.locate(infos[1])
+        mirrored.locate(INFOS[1])
 
 
-def test_a_mirror_too_small_for_a_full_shuffle_logs_a_warning(caplog, infos):
-    warn_if_small("gs://b/cache", finished(infos), 12 * SIZE)
+def test_a_mirror_too_small_for_a_full_shuffle_logs_a_warning(caplog):
+    warn_if_small("gs://b/cache", finished(), 12 * SIZE)
     assert caplog.records == []
-    warn_if_small("gs://b/cache", finished(infos), 12 * SIZE - 1)
+    warn_if_small("gs://b/cache", finished(), 12 * SIZE - 1)
     (record,) = caplog.records
     assert record.levelname == "WARNING"
     assert "data.max_mirror_bytes" in record.getMessage()
 
 
-def test_processes_that_share_a_folder_may_evict_at_the_same_time(cache, folder, infos, monkeypatch):
-    copied(cache, folder, infos, 3)
+def test_processes_that_share_a_folder_may_evict_at_the_same_time(cache, folder, monkeypatch):
+    copied(cache, folder, 3)
     remove = os.remove
 
     def remove_after_another(path):
@@ -396,5 +331,5 @@ def test_processes_that_share_a_folder_may_evict_at_the_same_time(cache, folder,
         remove(path)
 
     monkeypatch.setattr(caches.os, "remove", remove_after_another)
-    Mirror(cache, str(folder), 3 * SIZE).locate(infos[3])
-    assert 3 in numbers_in(folder, infos)
+    Mirror(cache, str(folder), 3 * SIZE).locate(INFOS[3])
+    assert 3 in numbers_in(folder)

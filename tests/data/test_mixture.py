@@ -11,6 +11,11 @@ def given(mixture, examples):
     return mixture.source_of(np.arange(examples))
 
 
+def assert_without_gaps(sources, numbers):
+    for source in range(3):
+        assert numbers[sources == source].tolist() == list(range((sources == source).sum()))
+
+
 @pytest.mark.parametrize(
     ("weights", "counts"),
     [
@@ -50,16 +55,14 @@ def test_small_shares_are_exact_over_several_blocks(weights):
 
 
 def test_a_share_too_small_for_any_example_is_refused():
-    with pytest.raises(UserError, match=r"1e-09 of 1 .* 8,388,608 examples; set it to 0"):
+    with pytest.raises(UserError, match=r"1e-09 .* 8,388,608 "):
         block_counts((1e-9, 1))
 
 
 @pytest.mark.parametrize("weights", [(0.5, 0.3, 0.2), (0.001, 0.3, 0.2)])
 def test_every_source_is_taken_in_order_without_gaps(weights):
     sources, numbers = given(Mixture([(0, weights)], 3), 20 * BLOCK + 100)
-    for source in range(3):
-        taken = numbers[sources == source]
-        assert taken.tolist() == list(range(len(taken)))
+    assert_without_gaps(sources, numbers)
 
 
 def test_sources_are_spread_over_a_block_in_its_own_order():
@@ -76,9 +79,7 @@ def test_weights_change_at_their_step_and_sources_continue_without_gaps(change):
     sources, numbers = given(mixture, change + 3 * BLOCK)
     assert 1 not in sources[:change]
     assert 0 not in sources[change:]
-    for source in range(3):
-        taken = numbers[sources == source]
-        assert taken.tolist() == list(range(len(taken)))
+    assert_without_gaps(sources, numbers)
 
 
 def test_an_example_does_not_depend_on_the_order_of_requests():
@@ -94,6 +95,7 @@ def test_the_order_never_changes():
     """Another order would change the data of every running mixed run."""
     sources, numbers = Mixture([(0, (1, 2, 1))], 7).source_of(np.arange(2040, 2056))
     assert sources.tolist() == [1, 2, 1, 1, 0, 1, 0, 0, 1, 1, 0, 1, 1, 1, 0, 0]
+    assert permute(np.arange(10), 10, 1, np.ones(10, np.int64)).tolist() == [3, 1, 7, 0, 9, 4, 2, 8, 6, 5]
     assert numbers.tolist() == [1020, 511, 1021, 1022, 509, 1023, 510, 511, 1024, 1025, 512, 1026, 1027, 1028, 513, 514]
 
 
@@ -107,19 +109,11 @@ def test_examples_end_before_a_source_would_restart(limits):
     assert within == 20_000 or (counts[1] > limits).any()
 
 
-def test_every_size_is_permuted():
+def test_every_size_is_permuted_and_neighbours_are_scattered():
     for n in (1, 2, 3, 4, 5, 17, 64, 65, 1000):
         for seed in (0, 2**63 - 1):
             order = permute(np.arange(n), n, seed, np.zeros(n, np.int64))
             assert sorted(order.tolist()) == list(range(n))
-
-
-def test_the_order_of_a_permutation_never_changes():
-    """Another order would change the data of every running run."""
-    assert permute(np.arange(10), 10, 1, np.ones(10, np.int64)).tolist() == [3, 1, 7, 0, 9, 4, 2, 8, 6, 5]
-
-
-def test_neighbours_are_scattered():
     order = permute(np.arange(50_000), 50_000, 0, np.zeros(50_000, np.int64))
     assert abs(np.corrcoef(order[1:], order[:-1])[0, 1]) < 0.02
     assert abs(np.corrcoef(order, np.arange(50_000))[0, 1]) < 0.02

@@ -42,16 +42,8 @@ def test_a_cache_without_documents_or_targets_is_refused_with_the_reason(shards,
 def test_targets_are_looked_for_until_the_limit_while_the_cache_grows(too_long, message):
     store = Documents([1, 1], too_long=too_long, complete=False)  # documents of their first token have no target
     windows = PackedWindows(store, 2)
-    source = {"url": "a.jsonl"}
-    cache = Cache(
-        folder="cache",
-        recipe=CHAT,
-        sources=[source],
-        dtype="<u2",
-        shards=store.shards,
-        too_long=too_long,
-        packed={2: windows},
-    )
+    more = {"shards": store.shards, "too_long": too_long, "packed": {2: windows}}
+    cache = Cache(folder="cache", recipe=CHAT, sources=[{"url": "a.jsonl"}], dtype="<u2", **more)
     assert not FirstTargets(DataConfig(), cache, 2).found()
     with pytest.raises(UserError, match=r"a\.jsonl.* first 1 sequences"):
         FirstTargets(DataConfig(), cache, 2, limit=1).found()

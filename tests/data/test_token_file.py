@@ -73,7 +73,7 @@ POINTERS = [0, 6, 6, 16, 20, 28, 28]
         (index(version=2), "version 2"),
         (index(version=1 << 56), "version 72,?057"),
         (index(code=6), "code 6"),
-        (index(magic=b"TNTIDX\0\0\0"), "not an index of Megatron-LM"),
+        (index(magic=b"TNTIDX\0\0\0"), "not an index"),
     ],
 )
 def test_a_wrong_entry_is_named(monkeypatch, checked, content, message):

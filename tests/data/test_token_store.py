@@ -1,8 +1,8 @@
 """Random access to a cache gives the same tokens as one long array; threads that cannot be started are an error."""
 
 import os
-import subprocess
-import sys
+import shutil
+import threading
 
 import numpy as np
 import pytest
@@ -10,8 +10,9 @@ from array_record.python.array_record_module import ArrayRecordWriter
 
 from lmtrain.data import token_store
 from lmtrain.data.cache_manifest import BLOCK_TOKENS, CacheManifest, ShardInfo, Shards
-from lmtrain.data.token_store import TokenStore, check_file, document_starts, read_columns
-from lmtrain.runtime.errors import UserError
+from lmtrain.data.token_store import TokenStore, document_starts, read_columns
+from lmtrain.preprocess import write_shard
+from lmtrain.runtime.errors import ReadError, UserError
 
 # tokens in each shard: empty ones first, in the middle and last, one of exactly a block, one of several
 SIZES = [0, 5, BLOCK_TOKENS, 0, 0, 2 * BLOCK_TOKENS + 7, 1, 0]
@@ -103,63 +104,24 @@ def test_more_shards_than_open_readers(cache, monkeypatch):
         np.testing.assert_array_equal(store.read(np.array([0]), len(everything))[0][0], everything)
 
 
-@pytest.mark.parametrize("damage", ["truncated", "missing"])
-def test_a_corrupt_shard_is_named(cache, tmp_path, damage):
-    folder, manifest, *_ = cache
-    for shard in manifest.shards:
-        (tmp_path / shard.file).write_bytes((folder / shard.file).read_bytes())
-        check_file(str(tmp_path / shard.file), shard)
-    victim = tmp_path / "shard-2.arrayrecord"
-    if damage == "missing":
-        victim.unlink()
-    else:
-        os.truncate(victim, 1000)
-    with pytest.raises(UserError, match=r"shard-2\.arrayrecord (is missing|has 1,000 bytes instead)"):
-        check_file(str(victim), manifest.shards[2])
-
-
 def test_a_flipped_bit_is_an_error_that_names_the_file(cache, tmp_path):
     folder, manifest, *_ = cache
-    for shard in manifest.shards:
-        (tmp_path / shard.file).write_bytes((folder / shard.file).read_bytes())
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     victim = tmp_path / "shard-5.arrayrecord"
     content = bytearray(victim.read_bytes())
     content[40_000] ^= 1
     victim.write_bytes(content)
-    with pytest.raises(UserError, match=r"shard-5\.arrayrecord cannot be read: .*; delete .*shard-5\.\* and "):
+    with pytest.raises(UserError, match=r"shard-5\.arrayrecord cannot be read: .*shard-5\.\*"):
         open_store(tmp_path, manifest).read(np.array([0]), sum(SIZES))
 
 
-# With address space for a few of the threads' stacks.
-LIMITED = """
-import resource, sys
-from pathlib import Path
-import numpy as np
-import array_record.python.array_record_module
-from lmtrain.runtime.errors import ReadError
-from lmtrain.data.cache_manifest import ShardInfo
-from lmtrain.data.cache_manifest import Shards
-from lmtrain.data.token_store import TokenStore
-from lmtrain.preprocess.write_shard import _written
-
-pages = int(Path("/proc/self/statm").read_text().split()[0])
-resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 2**26, resource.RLIM_INFINITY))
-try:
-    if sys.argv[1] == "read":
-        shards = Shards()
-        shards.add(ShardInfo(file="shard", source={}, bytes=16, sha256="", tokens=4, documents=1))
-        TokenStore("train", shards, "uint16", lambda info: "shard").read(np.zeros(1, np.int64), 4)
-    else:
-        with _written("shard"):
-            pass
-except ReadError as error:
-    print(error)
-"""
-
-
 @pytest.mark.parametrize("action", ["read", "write"])
-def test_too_little_memory_for_them_is_an_error_that_names_it(tmp_path, action):
-    command = [sys.executable, "-c", LIMITED, action]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert "64 threads" in done.stdout
+def test_too_little_memory_for_threads_is_an_error_that_names_it(cache, monkeypatch, tmp_path, action):
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    token_store.check_threads.cache_clear()
+    read = lambda: open_store(*cache[:2]).read(np.array([0]), 4)  # noqa: E731
+    with pytest.raises(ReadError, match="64 threads"):
+        read() if action == "read" else write_shard._written(str(tmp_path / "shard")).__enter__()

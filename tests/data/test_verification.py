@@ -6,12 +6,11 @@ import shutil
 
 import numpy as np
 import pytest
-from cache_building import build_cache
+from cache_building import build_cache, open_built
 from conftest import TOKENIZER, TRAIN_FILES
 
 from lmtrain.data import verification
 from lmtrain.data.cache_manifest import Shards
-from lmtrain.data.caches import Cache, open_store
 from lmtrain.data.config import DataConfig
 from lmtrain.data.verification import verify, verify_in_background
 from lmtrain.runtime.errors import UserError
@@ -39,13 +38,11 @@ def test_a_corrupt_shard_that_is_not_read_yet_is_an_error_whose_advice_rebuilds_
     last = folder / manifest.shards[-1].file
     good = last.read_bytes()
     flip(last)
-    shards = Shards.of(manifest)
-    store = open_store(
-        config, Cache(folder=str(folder), recipe=manifest.recipe, sources=[], dtype=manifest.dtype, shards=shards)
-    )
+    store = open_built(config)
+    shards = store.shards
     store.read(np.array([0]), 8)  # from the first shard
     verify_in_background(str(folder), shards).join()
-    with pytest.raises(UserError, match="has another checksum than in the manifest: the cache is corrupt") as caught:
+    with pytest.raises(UserError, match="checksum") as caught:
         store.read(np.array([0]), 8)
     pattern, _, other = str(caught.value).partition("; delete ")[2].partition(" and run ")[0].partition(" and ")
     for path in [*last.parent.glob(os.path.basename(pattern)), *last.parent.glob(os.path.basename(other))]:
@@ -75,25 +72,17 @@ def test_shards_are_verified_once_on_a_machine_and_again_if_they_change(built, m
     assert len(hashed) == 7
 
 
-def test_shards_that_are_added_later_are_verified(built):
+def test_shards_that_are_added_later_are_verified_and_a_failed_build_ends_the_verification(built):
     _, manifest, folder = built
-    shards = Shards()
-    thread = verify_in_background(str(folder), shards)
+    shards, failed = Shards(), Shards()
+    threads = [verify_in_background(str(folder), each) for each in (shards, failed)]
     shards.add(manifest.shards[0])
     shards.add(dataclasses.replace(manifest.shards[1], sha256="0" * 64))
-    thread.join()
-    with pytest.raises(UserError, match="checksum"):
-        shards.check()
-
-
-def test_a_failed_build_ends_the_verification(built):
-    _, _, folder = built
-    shards = Shards()
-    thread = verify_in_background(str(folder), shards)
-    shards.fail(UserError("no tokens"))
-    thread.join()
-    with pytest.raises(UserError, match="no tokens"):
-        shards.check()
+    failed.fail(UserError("no tokens"))
+    for thread, each, named in zip(threads, (shards, failed), ("checksum", "no tokens"), strict=True):
+        thread.join()
+        with pytest.raises(UserError, match=named):
+            each.check()
 
 
 def token_file(path, ids):

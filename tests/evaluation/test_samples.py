@@ -38,10 +38,8 @@ def test_prompts_of_several_lengths_continue_as_each_does_alone(config):
     longest = max(map(len, PROMPTS))
     tokens = np.array([prompt + [7] * (longest - len(prompt)) for prompt in PROMPTS], np.int32)
     found = run(params, tokens, np.array(list(map(len, PROMPTS)), np.int32), np.uint32(0))
-    alone = [
-        sample(model, params, np.array(prompt, np.int32), jax.random.key(0), settings, eos_id=None)
-        for prompt in PROMPTS
-    ]
+    prompts = [np.array(prompt, np.int32) for prompt in PROMPTS]
+    alone = [sample(model, params, prompt, jax.random.key(0), settings, eos_id=None) for prompt in prompts]
     assert np.asarray(found).tolist() == alone
     assert len({tuple(text) for text in alone}) == 3
 
@@ -50,22 +48,15 @@ def test_prompts_of_several_lengths_continue_as_each_does_alone(config):
 def context():
     tokenizer = load_tokenizer(str(TOKENIZER))
     model, params = quick.writing_model(Gpt2Config(**SIZES), tokenizer.vocab_size)
-    return Context(
-        model=model,
-        layout=build_layout(PartitioningConfig()),
-        compute_dtype="bfloat16",
-        tokenizer=tokenizer,
-        sets={},
-        seq_len=32,
-    ), params
+    how = {"layout": build_layout(PartitioningConfig()), "compute_dtype": "bfloat16", "seq_len": 32}
+    return Context(model=model, tokenizer=tokenizer, sets={}, **how), params
 
 
 def test_texts_are_those_of_averaged_parameters_and_have_no_metrics(context):
     context, params = context
     other = jax.tree.map(lambda leaf: -leaf, params)
-    evaluations = Evaluations(
-        build_evaluators(EvaluationConfig(sample_prompts=["one", "a\nb"], sample_length=6)), context
-    )
+    config = EvaluationConfig(sample_prompts=["one", "a\nb"], sample_length=6)
+    evaluations = Evaluations(build_evaluators(config), context)
     due = evaluations.due(1000, 2000)
     assert [one.name for one in due] == ["samples"]  # there are no validation sets
     alone, both, averaged = (

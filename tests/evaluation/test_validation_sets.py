@@ -45,7 +45,4 @@ def test_a_limit_of_batches_takes_the_first_ones_and_is_logged(caplog):
     assert len(limited) == len(list(limited)) == 2
     assert "evaluation uses 2 of " in caplog.text
     assert "trainer.max_eval_batches" in caplog.text
-
-
-def test_without_validation_files_there_are_none():
     assert sets(data={"validation_urls": None}) == {}

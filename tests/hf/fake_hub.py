@@ -1,7 +1,6 @@
-"""A fake Hugging Face Hub on this machine: a real server with the part of the API that models need.
+"""A Hugging Face Hub on this machine, in memory: the API that models need, accounts with tokens, and injected faults.
 
-Models with branches and commits, accounts with tokens, and injected faults, all in memory. Large files are stored on a
-second server, as in the real Hub, which must never receive a token.
+Large files are stored on a second server, as in the real Hub, which must never receive a token.
 """
 
 import base64
@@ -30,14 +29,17 @@ _PRELUDE = """
 import json, os, sys
 from pathlib import Path
 from lmtrain.runtime.errors import UserError
-from lmtrain.hf.hub import fetch_file, parse_ref
-from lmtrain.hf.hub import check_upload, upload_folder
+from lmtrain.hf.hub import check_upload, fetch_file, offline_reason, upload_folder
 
 def use_token(token, name="HF_TOKEN"):
     for one in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
         os.environ.pop(one, None)
     if token:
         os.environ[name] = token
+
+def connect(**environment):
+    os.environ.update(environment)
+    offline_reason.cache_clear()
 
 def answer(call):
     try:
@@ -137,10 +139,8 @@ class FakeHub:
         return repository
 
     def fail(self, how: int | str, times: int = 1, where: str = "") -> None:
-        """Inject a fault into the next requests whose first line contains `where`.
-
-        `how` is a status to answer with, or "drop" (disconnect), "lose" (process the request, then disconnect), "cut"
-        (send half of the answer), or "hang" (send nothing).
+        """A fault of the next requests whose first line contains `where`: a status to answer with, or "drop"
+        (disconnect), "lose" (process the request, then disconnect), "cut" (half of the answer), or "hang" (nothing).
         """
         self._faults.append([how, times, where])
 

@@ -14,29 +14,27 @@ def written(tmp_path, text):
 
 
 @pytest.mark.parametrize(
-    ("text", "line"), [("a\n{% for m in messages %}\n{{ m.content", 3), ("\n{{ messages|nothing }}", 2)]
+    ("text", "line"),
+    [
+        ("a\n{% for m in messages %}\n{{ m.content", 3),
+        ("\n{{ messages|nothing }}", 2),
+        ("{% for a in b %}" * 50 + "{% endfor %}" * 50, 1),
+        ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", 1),
+    ],
 )
-def test_a_syntax_error_names_file_and_line(tmp_path, text, line):
+def test_a_template_that_cannot_be_compiled_names_file_and_line(tmp_path, text, line):
     template = written(tmp_path, text)
-    for fails in (template.check, lambda: template.render(CONVERSATION)):
+    for fails in (template.check, lambda: template.render(CONVERSATION))[: min(line, 2)]:
         with pytest.raises(UserError, match=rf"^{tmp_path}/chat_template\.jinja:{line}: "):
             fails()
-
-
-@pytest.mark.parametrize(
-    "text", ["{% for a in b %}" * 50 + "{% endfor %}" * 50, "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}"]
-)
-def test_a_template_that_cannot_be_compiled_is_an_error(tmp_path, text):
-    with pytest.raises(UserError, match=r"chat_template\.jinja:1: "):
-        written(tmp_path, text).check()
 
 
 @pytest.mark.parametrize(
     ("file", "content"),
     [
         *(
-            ("tokenizer_config.json", json.dumps({"chat_template": value}).encode())
-            for value in (["a"], [{"name": "default"}], [None])
+            ("tokenizer_config.json", b'{"chat_template": [%s]}' % value)
+            for value in (b'"a"', b'{"name": "x"}', b"null")
         ),
         ("chat_template.jinja", "{{ 'é' }}".encode("utf-16")),
     ],

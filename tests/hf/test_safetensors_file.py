@@ -82,12 +82,9 @@ def test_the_library_and_lmtrain_read_the_files_of_one_another(place, tmp_path, 
     assert_same(read_all(place(written(tensors(dtype)))), tensors(dtype))
 
 
-def test_several_dtypes_in_one_file(place):
+def test_several_dtypes_in_one_file_and_a_file_of_another_writer_without_metadata_or_padding(place):
     mixed = {np.dtype(dtype).name: np.arange(3).astype(dtype) for dtype in DTYPES}
     assert_same(read_all(place(save(mixed))), mixed)
-
-
-def test_a_file_of_another_writer_without_metadata_or_padding(place):
     header = (
         b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[4,12]},"b":{"dtype":"U8","shape":[],"data_offsets":[0,1]}}'
     )
@@ -153,51 +150,32 @@ def two(first, second) -> bytes:
 
 
 WHOLE = written(tensors(np.float32))
-CORRUPT = {
-    "the header is a list": file_with(b"[]"),
-    "the header is null": file_with(b"null"),
-    "nested deeply": file_with(b"[" * 100_000),
-    "empty": b"",
-    "shorter than a number": b"\x01\x02",
-    "header cut off": WHOLE[:40],
-    "header overwritten": WHOLE[:20] + b"\xff\xfe" + WHOLE[22:],
-    "an entry is not an object": file_with(b'{"a": 3}'),
-    "no type": file_with(b'{"a": {"shape": [2], "data_offsets": [0, 8]}}'),
-    "text": b"this is some text and no file of tensors",
-    "one offset": entry(offsets=[0]),
-    "fewer bytes than elements": entry(offsets=[0, 4]),
-    "fewer elements than bytes": entry(shape=[1]),
-    "an end before the start": entry(offsets=[8, 0]),
-    "a start before the data": entry(offsets=[-8, 0]),
-    "an invalid shape": entry(shape=3),
-    "a negative shape": entry(shape=[-1, -2]),
-    "a shape of fractions": entry(shape=[2.0]),
-    "a huge shape": entry(shape=[1 << 70]),
-    "overlapping tensors": two((0, 8), (4, 12)),
-    "equal offsets": two((0, 8), (0, 8)),
-    "one tensor in another": two((0, 16), (4, 8)),
-}
+CORRUPT = [
+    *(b"", b"\x01\x02", b"this is some text and no file of tensors"),
+    *map(file_with, (b"[]", b"null", b"[" * 100_000, b'{"a": 3}', b'{"a": {"shape": [2], "data_offsets": [0, 8]}}')),
+    *(WHOLE[:40], WHOLE[:20] + b"\xff\xfe" + WHOLE[22:]),  # the header cut off and overwritten
+    *(entry(offsets=offsets) for offsets in ([0], [0, 4], [8, 0], [-8, 0])),
+    *(entry(shape=shape) for shape in ([1], 3, [-1, -2], [2.0], [1 << 70])),
+    *(two((0, 8), (4, 12)), two((0, 8), (0, 8)), two((0, 16), (4, 8))),  # overlapping
+]
 
 
-@pytest.mark.parametrize("content", CORRUPT.values(), ids=CORRUPT)
+@pytest.mark.parametrize("content", CORRUPT, ids=range(len(CORRUPT)))
 def test_an_invalid_file_is_an_error_with_its_name(place, content):
     path = place(content)
     with pytest.raises(UserError) as error:
         read_header(path)
-    assert str(error.value).startswith(f"{path}: not a safetensors file, or corrupt: ")
-
-
-def test_an_unsupported_dtype_is_named(place):
-    with pytest.raises(UserError, match="F4"):
-        read_header(place(entry(dtype="F4")))
+    assert str(error.value).startswith(f"{path}: not a safetensors file")
 
 
 @pytest.mark.parametrize("missing", [1, 48])
-def test_a_truncated_file_is_an_error_with_its_name(place, missing):
+def test_a_truncated_file_and_an_unsupported_dtype_are_errors_with_its_name(place, missing):
     path = place(WHOLE[:-missing])
     with pytest.raises(UserError) as error:
         read_header(path)
     assert str(error.value).startswith(f"{path}: truncated")
+    with pytest.raises(UserError, match="F4"):
+        read_header(place(entry(dtype="F4")))
 
 
 def test_a_missing_file_is_an_error_with_its_name(place):

@@ -1,8 +1,4 @@
-"""Sentencepiece models give the same ids in lmtrain, in the sentencepiece library, and in transformers after export,
-in particular for text that spells names of pieces.
-
-Training: any text can be decoded exactly, equal texts give equal models, and no text is left out.
-"""
+"""Sentencepiece models give the same ids here, in their library, and in transformers after export; their training."""
 
 import numpy as np
 import pytest
@@ -19,38 +15,12 @@ from lmtrain.runtime.errors import UserError
 from lmtrain.weights.write_export import Export, write_export
 
 TEXTS = [text for file in VALIDATION_FILES for text in read_texts(file, "text")]
-HARD = [
-    *(
-        "Hello  world",
-        " lead",
-        "trail ",
-        "ünï ☃\n\nx",
-        "ﬁne ½ \uff46\uff55\uff4c\uff4c",
-        "日本語",
-        "tab\there",
-        "",
-        "  ",
-    ),
-    *("a▁b", "e\u0301", "🙂", "<unk>", "<0x0A> is <0x41>", "foo the<0x"),
-]
+HARD = ["Hello  world", " lead", "trail ", "ünï ☃\n\nx", "ﬁne ½ \uff46\uff55\uff4c\uff4c", "日本語", "tab\there"]
+HARD += ["", "  ", "a▁b", "e\u0301", "🙂", "<unk>", "<0x0A> is <0x41>", "foo the<0x"]
 NAMES = ["<unk>", "<s>", "</s>", "<0x41>", "<0x0A>", *CONTROL]
-TYPED = [
-    "the</s>rain",
-    "</s>",
-    "foo</s>foo",
-    "<D>",
-    "[INST] a [/INST]",
-    "<0x41>",
-    "foo<0x0A>the",
-    "<unk><unk>",
-    "\n</s>\n",
-]
+TYPED = ["the</s>rain", "</s>", "foo</s>foo", "<D>", "[INST] a [/INST]", "<0x41>", "foo<0x0A>the", "<unk><unk>"]
+TYPED += ["\n</s>\n"]
 LINES = [line for text in TEXTS for line in text.splitlines()] + HARD
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 def opened(tmp_path, content):
@@ -125,14 +95,6 @@ def test_equal_texts_give_equal_models_and_lines_are_sampled_uniformly(model_typ
     assert few[0] != learned(model_type, documents, vocab_size=285)
 
 
-def test_a_sample_is_spread_over_the_entire_text():
-    """Of 20 blocks with a distinct word each, nearly all are in the sample."""
-    words = [f"{'abcdefghij'[number % 10] * 3}{'uv'[number // 10] * 3}" for number in range(20)]
-    documents = [f"{word} " * 8 for word in words for _ in range(100)]
-    found = pieces(learned("bpe", documents, lines=200, vocab_size=330))
-    assert sum(f"▁{word}" in found for word in words) >= 18
-
-
 @pytest.mark.parametrize(
     "document",
     [
@@ -187,10 +149,7 @@ def check(count: int, **options) -> None:
 
 @pytest.mark.parametrize(
     ("model_type", "rule"),
-    [
-        *(("bpe", rule) for rule in ("identity", "nfkc", "nmt_nfkc_cf")),
-        *(("unigram", rule) for rule in ("identity", "nmt_nfkc", "nfkc_cf")),
-    ],
+    [("bpe", "identity"), ("bpe", "nmt_nfkc_cf"), ("unigram", "nfkc_cf"), ("unigram", "nmt_nfkc")],
 )
 def test_random_texts_and_typed_names_have_the_ids_of_the_library(model_type, rule):
     """Both settings of each option, in other combinations for each model."""

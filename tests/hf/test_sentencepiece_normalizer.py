@@ -3,10 +3,10 @@
 import pytest
 import sentencepiece
 from sentencepiece_texts import parsed, random_texts, train
-from tokenizers import Regex, normalizers
+from tokenizers import normalizers
 
 from lmtrain.hf.sentencepiece import convert_sentencepiece
-from lmtrain.hf.sentencepiece_normalizer import build_normalizers, letter_class, literal, longest, read_rules
+from lmtrain.hf.sentencepiece_normalizer import build_normalizers, read_rules
 from lmtrain.runtime.errors import UserError
 
 # All characters of the planes that have rules and marks, and a sample of the others.
@@ -100,15 +100,5 @@ CYCLE = b"\x61\0\0\0" * 256  # the child of each node is the node itself
     ],
 )
 def test_other_content_is_an_error(content):
-    with pytest.raises(ValueError, match="not a normalization of sentencepiece"):
+    with pytest.raises(ValueError, match="sentencepiece"):
         read_rules(content)
-
-
-def test_patterns_match_their_strings_in_the_library():
-    def marked(pattern: str, text: str) -> str:
-        return normalizers.Replace(Regex(pattern), "_").normalize_str(text)
-
-    assert marked(literal("a.*["), "a.*[ab[") == "_ab["
-    assert marked(letter_class("cabz]-\U0001f600"), "abcdz]-\U0001f600e") == "___d____e"
-    assert longest(set()) == ""
-    assert marked(longest({"ab", "abc", "b", "abcde", "x.", "dd"}), "abcd ab abcde bx.xdd") == "_d _ _ __x_"

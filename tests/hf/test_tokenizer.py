@@ -51,6 +51,11 @@ def test_a_folder_is_loaded_again_only_if_its_files_have_changed(folder):
     assert load_tokenizer(folder).fingerprint != first.fingerprint
 
 
+SETTINGS = ["{", '{"a":' * 100_000, "[]", '{"eos_token": 3}', '{"eos_token": {"text": "a"}}']
+SETTINGS += ['{"added_tokens_decoder": {"x": {"content": "a"}}}', '{"added_tokens_decoder": {"5": "a"}}']
+SETTINGS += ['{"extra_special_tokens": "a"}']
+
+
 @pytest.mark.parametrize(
     ("file", "content"),
     [
@@ -60,14 +65,7 @@ def test_a_folder_is_loaded_again_only_if_its_files_have_changed(folder):
         ("tokenizer.json", {"model": {"type": "BPE", "vocab": {"a": 2**31}, "merges": []}}),
         ("tokenizer.json", {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}}),
         ("tokenizer.json", '{"a":' * 100_000),
-        ("tokenizer_config.json", "{"),
-        ("tokenizer_config.json", '{"a":' * 100_000),
-        ("tokenizer_config.json", "[]"),
-        ("tokenizer_config.json", '{"eos_token": 3}'),
-        ("tokenizer_config.json", '{"eos_token": {"text": "a"}}'),
-        ("tokenizer_config.json", '{"added_tokens_decoder": {"x": {"content": "a"}}}'),
-        ("tokenizer_config.json", '{"added_tokens_decoder": {"5": "a"}}'),
-        ("tokenizer_config.json", '{"extra_special_tokens": "a"}'),
+        *(("tokenizer_config.json", text) for text in SETTINGS),
         ("special_tokens_map.json", '{"pad_token": [1]}'),
         ("added_tokens.json", '{"<new>": null}'),
     ],

@@ -90,23 +90,19 @@ def test_a_tilde_is_the_home_folder_and_safetensors_take_precedence_over_torch_f
     assert_same(open_weights("~/model"))
 
 
-def test_a_corrupt_or_missing_file_among_several_is_named(folder):
+def test_a_corrupt_or_missing_file_among_several_and_an_index_without_names_are_refused(folder):
     save_sharded(folder, "safetensors", write_safetensors)
     write_bytes(join(folder, "model-three.safetensors"), b"not found\n")
     with pytest.raises(UserError, match=r"model-three\.safetensors: not a safetensors file"):
         open_weights(folder)
     fs, inside = open_fs(join(folder, "model-two.safetensors"))
     fs.rm(inside)
-    with pytest.raises(UserError) as error:
+    with pytest.raises(UserError, match=f"^{folder}: model-two.safetensors is missing"):
         open_weights(folder)
-    assert str(error.value).startswith(f"{folder}: model-two.safetensors is missing")
-
-
-@pytest.mark.parametrize("values", [{}, {"weight_map": {}}, {"weight_map": ["a"]}, {"weight_map": {"a": 3}}], ids=str)
-def test_an_index_without_a_map_of_names_is_refused(folder, values):
-    save_index(folder, values)
-    with pytest.raises(UserError, match=r"model\.safetensors\.index\.json .*weight_map"):
-        open_weights(folder)
+    for values in ({}, {"weight_map": {}}, {"weight_map": ["a"]}, {"weight_map": {"a": 3}}):
+        save_index(folder, values)
+        with pytest.raises(UserError, match=r"model\.safetensors\.index\.json .*weight_map"):
+            open_weights(folder)
 
 
 @pytest.mark.parametrize(
@@ -143,9 +139,8 @@ def test_an_index_or_config_that_is_not_a_json_object_is_refused(folder, content
     for name in ("config.json", "model.safetensors.index.json"):
         write_bytes(join(folder, name), content)
     for name, read in (("config.json", read_model_config), ("model.safetensors.index.json", open_weights)):
-        with pytest.raises(UserError) as error:
+        with pytest.raises(UserError, match=f"^{folder}: {name} "):
             read(folder)
-        assert str(error.value).startswith(f"{folder}: {name} ")
 
 
 # torch files
@@ -317,9 +312,8 @@ def test_a_config_is_read(folder):
 def test_a_missing_folder_is_an_error_and_also_one_that_is_no_hub_id(ref, reason, tmp_path, monkeypatch):
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path / "empty")
-    with pytest.raises(UserError, match=reason) as error:
+    with pytest.raises(UserError, match=f"(?s){ref}.*{reason}"):
         open_weights(ref)
-    assert ref in str(error.value).splitlines()[0]
 
 
 @pytest.mark.parametrize(

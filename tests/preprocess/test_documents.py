@@ -66,9 +66,8 @@ def test_what_follows_a_compressed_stream_is_read_or_an_error(write, kind, damag
         "part of a header": one[:3],
     }
     content = b"" if damage == "empty" else one * 2 + behind[damage]
-    with pytest.raises(
-        UserError, match=rf"a\.jsonl\.{kind}: corrupt after line {'0' if damage == 'empty' else '[1-9]'}"
-    ):
+    line = "0" if damage == "empty" else "[1-9]"
+    with pytest.raises(UserError, match=rf"a\.jsonl\.{kind}: corrupt after line {line}"):
         texts_of(write(f"a.jsonl.{kind}", content))
 
 

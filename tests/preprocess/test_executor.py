@@ -15,7 +15,7 @@ import pytest
 from lmtrain.data.config import DataConfig
 from lmtrain.preprocess import executor
 from lmtrain.preprocess.executor import choose_executor, run_locally
-from lmtrain.preprocess.sources import Source, describe_source
+from lmtrain.preprocess.sources import describe_source
 from lmtrain.preprocess.write_shard import ShardJob
 from lmtrain.run.execution import RayConfig
 from lmtrain.runtime.errors import RunError, UserError
@@ -34,12 +34,9 @@ def label(ray=None, workers=None, processes=ALONE):
     return choose_executor(ray or RayConfig(), workers, processes).label
 
 
-def test_one_process_without_an_address_builds_locally():
+def test_one_process_without_an_address_builds_locally_and_others_mean_ray(monkeypatch):
     assert label() == f"{usable_cores()} local processes"
     assert label(workers=7) == "7 local processes"
-
-
-def test_an_address_or_several_processes_mean_ray(monkeypatch):
     assert label(RayConfig(address="a:1")) == "the Ray cluster at a:1"
     assert label(processes=SEVERAL) == "a Ray cluster on the 3 hosts of the run"
     monkeypatch.setenv("RAY_ADDRESS", "b:2")
@@ -53,30 +50,18 @@ def test_an_address_or_several_processes_mean_ray(monkeypatch):
 )
 def test_without_ray_installed_the_extra_is_named(monkeypatch, ray, processes, why):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(
-        UserError, match=rf"{why} preprocesses on Ray, which is not installed: pip install 'lmtrain\[ray\]'"
-    ):
+    with pytest.raises(UserError, match=rf"{why} .*'lmtrain\[ray\]'"):
         choose_executor(ray, None, processes)
 
 
-def test_several_processes_without_a_cluster_are_a_user_error():
+def test_several_processes_join_a_cluster_that_exists_and_start_one_only_if_that_is_set(monkeypatch):
     executor = choose_executor(RayConfig(auto_start_cluster=False), None, SEVERAL)
-    with (
-        pytest.raises(UserError, match=r"trainer\.ray: .* auto_start_cluster is false; set address"),
-        executor.helping(),
-    ):
+    with pytest.raises(UserError, match=r"trainer\.ray: .* auto_start_cluster"), executor.helping():
         pass
-
-
-def test_start_workers_false_joins_no_workers():
-    """A Ray node would be a process: none is started for an existing cluster."""
+    monkeypatch.setattr(subprocess, "Popen", lambda *arguments, **keywords: pytest.fail("a node was started"))
     ray = RayConfig(address="127.0.0.1:1", start_workers=False)
-    import subprocess
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(subprocess, "Popen", lambda *arguments, **keywords: pytest.fail("a node was started"))
-        with choose_executor(ray, None, SEVERAL).helping() as address:
-            assert address == "127.0.0.1:1"
+    with choose_executor(ray, None, SEVERAL).helping() as address:
+        assert address == "127.0.0.1:1"
 
 
 DEADLINE_SECONDS = 300
@@ -136,38 +121,32 @@ def busy(tmp_path, settings):
                 os.kill(pid, signal.SIGKILL)
 
 
-def test_workers_load_no_jax_and_end_when_their_parent_is_killed(busy):
+def test_workers_load_no_jax_outlive_signals_to_the_group_and_end_when_their_parent_is_killed(busy):
     parent, workers = busy
-    for pid in workers:
-        loaded = Path(f"/proc/{pid}/maps").read_text()
-        assert "array_record" in loaded
-        assert "jaxlib" not in loaded
-    assert "jaxlib" in Path(f"/proc/{parent.pid}/maps").read_text()
-    assert all(map(running, workers))
-    parent.send_signal(signal.SIGKILL)
-    parent.wait()
-    wait_for(lambda: not any(map(running, workers)))
-
-
-@pytest.mark.parametrize(("number", "is_memory"), [(signal.SIGKILL, True), (signal.SIGSEGV, False)])
-def test_a_worker_that_a_signal_ended_ends_the_build_with_an_error_that_names_it(busy, tmp_path, number, is_memory):
-    parent, workers = busy
-    os.kill(workers[0], number)
-    assert parent.wait(DEADLINE_SECONDS) == 1
-    errors = (tmp_path / "errors.txt").read_text()
-    assert number.name in errors.splitlines()[-1]
-    assert ("memory" in errors) == is_memory
-    wait_for(lambda: not any(map(running, workers)))
-
-
-def test_signals_to_the_process_group_end_neither_workers_nor_what_multiprocessing_starts(busy):
-    parent, workers = busy
-    children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
+    children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()  # of multiprocessing, too
     for pid in {*map(int, children), *workers}:
         os.kill(pid, signal.SIGHUP)
         os.kill(pid, signal.SIGTERM)
     time.sleep(0.1)  # too short for a slow machine: then this test sees less, and does not fail
     assert all(map(running, [*map(int, children), *workers]))
+    for pid in workers:
+        loaded = Path(f"/proc/{pid}/maps").read_text()
+        assert "array_record" in loaded
+        assert "jaxlib" not in loaded
+    assert "jaxlib" in Path(f"/proc/{parent.pid}/maps").read_text()
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    wait_for(lambda: not any(map(running, workers)))
+
+
+def test_a_worker_that_is_killed_ends_the_build_with_an_error_that_names_the_signal_and_memory(busy, tmp_path):
+    parent, workers = busy
+    os.kill(workers[0], signal.SIGKILL)
+    assert parent.wait(DEADLINE_SECONDS) == 1
+    last = (tmp_path / "errors.txt").read_text().splitlines()[-1]
+    assert "SIGKILL" in last
+    assert "memory" in last
+    wait_for(lambda: not any(map(running, workers)))
 
 
 BROKEN = """
@@ -209,27 +188,10 @@ def test_shards_and_progress_of_several_workers_add_up(tmp_path, settings):
     assert seen[-1] == [[2000, tokens[number], job.source.bytes] for number, job in enumerate(jobs)]
 
 
-def test_an_error_in_a_worker_is_raised_in_the_parent(tmp_path, settings):
-    source = tmp_path / "a.jsonl"
-    source.write_text("{}\n")
-    described = Source(url=str(source), bytes=3, fingerprint="")
-    job = ShardJob(
-        source=described,
-        path=str(tmp_path / "a"),
-        config=DataConfig(tokenizer=settings["data"]["tokenizer"]),
-        recipe={},
-    )
-    with pytest.raises(UserError, match=r"a\.jsonl:1: no key 'text'"):
-        list(run_locally([job], lambda counts: None, lambda: False, 1))
-
-
-def test_the_limit_of_open_files_is_an_error_with_what_to_raise(tmp_path, monkeypatch):
+def test_the_limit_of_open_files_is_an_error_with_what_to_raise(monkeypatch):
     def start(*_):
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
     monkeypatch.setattr(executor, "ProcessPoolExecutor", start)
-    job = ShardJob(
-        source=Source(url="a.jsonl", bytes=0, fingerprint=""), path=str(tmp_path / "a"), config=DataConfig(), recipe={}
-    )
-    with pytest.raises(UserError, match=r"too many open files.*ulimit -n"):
-        list(run_locally([job], lambda counts: None, lambda: False, 1))
+    with pytest.raises(UserError, match=r"ulimit -n"):
+        list(run_locally([None], lambda counts: None, lambda: False, 1))

@@ -119,17 +119,12 @@ def test_a_record_above_a_multiple_of_max_document_bytes_is_not_held_in_memory(t
         tracemalloc.stop()
 
 
-@pytest.mark.parametrize(("extension", "most"), [(".parquet", 1 << 23), (".arrow", 3 << 23)])
-def test_few_large_rows_are_held_at_once(tmp_path, extension, most):
+@pytest.mark.parametrize(("write", "most"), [(as_parquet, 1 << 23), (as_arrow, 3 << 23)])
+def test_few_large_rows_are_held_at_once(tmp_path, write, most):
     """Of .arrow in addition to its batch, here the entire file."""
-    path = str(tmp_path / f"a{extension}")
-    table = pyarrow.table({"text": [f"{i}" + "x" * (1 << 18) for i in range(64)]})
-    if extension == ".parquet":
-        parquet.write_table(table, path)
-    else:
-        with pyarrow.ipc.new_stream(path, table.schema) as writer:
-            writer.write_table(table)
-    reader = DocumentReader(describe_source(path), Texts("text"), max_document_bytes=1000)
+    path = tmp_path / f"a.{write.__name__.removeprefix('as_')}"
+    path.write_bytes(write([f"{i}" + "x" * (1 << 18) for i in range(64)]))
+    reader = DocumentReader(describe_source(str(path)), Texts("text"), max_document_bytes=1000)
     tracemalloc.start()
     try:
         assert sum(len(text) for _, text in reader) > 1 << 24
@@ -170,11 +165,6 @@ def test_every_format_gives_the_same_texts(read, written, chunk, monkeypatch):
     assert [text for _, text in read(written.split()[0], WRITTEN[written])[0]] == TEXTS
 
 
-def test_a_line_of_plain_text_is_a_document_with_the_number_of_its_line(read):
-    found, _ = read(".txt", "eins\n\n  \n zwei ü \r\nlast".encode())
-    assert found == [(1, "eins"), (4, " zwei ü "), (5, "last")]
-
-
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
@@ -206,18 +196,8 @@ def test_a_json_file_may_be_one_object_lines_or_an_array(read, content, expected
         (".jsonl", b'{"text": null}\n{"text": 3}\n[1]\n', ["1: 'text' is NoneType", "2:", "3: exp"], []),
         (".jsonl", b'\xff\n{"text": "a"}\n', ["1: not UTF-8"], ["a"]),
         (".jsonl", b'{"text":\n', ["1: not JSON: Expecting value: character 9"], []),
-        (
-            ".jsonl",
-            b'[{"text": "a"}]\n',
-            ["1: expected a JSON object with the key 'text'; "],
-            [],
-        ),
-        (
-            ".jsonl",
-            b'[\n{"text": "a"}\n]\n',
-            ["1: not JSON: Expecting value: character 2; ", "3:"],
-            ["a"],
-        ),
+        (".jsonl", b'[{"text": "a"}]\n', ["1: exp"], []),
+        (".jsonl", b'[\n{"text": "a"}\n]\n', ["1: not JSON", "3:"], ["a"]),
         (".jsonl", b'{"text": "a" "b"}\n', ["1: not JSON: Expecting ',' delimiter: character 14"], []),
         (".jsonl", b"[" * 100_000 + b'\n{"text": "a"}\n', ["1: not JSON: nested too deeply"], ["a"]),
         (".jsonl", b'{"text": "\\ud800"}\n', ["1: not UTF-8"], []),
@@ -239,22 +219,19 @@ def test_a_bad_record_is_an_error_with_its_location_and_the_rest_is_read(read, e
         assert text.startswith(f"name{extension}:{error}")
 
 
+WRONG = [b"", b"\n", b"]]", b',{"te', b",]", b',,{"text": "b"}]', b'],[{"text": "b"}]']
+
+
 @pytest.mark.parametrize(
     ("extension", "content", "message"),
     [
-        (".json", b'[{"text": "a"}, {"te', ":2: not JSON"),
         (".json", b'{"text":' * 100_000, ":1: not JSON: nested too deeply"),
         (".json", b'{"text": \n\n  3 4}', ":1: not JSON: Expecting ',' delimiter: line 3, column 5"),
         (".json", b'{"text":\n', ":1: not JSON"),
         (".json", b'[{"text": "a"}\n\n {"text": "b"}]', ":2: not JSON: Expecting ',' delimiter: line 3, column 2"),
-        (".json", b'[{"text": "a"},,{"text": "b"}]', ":2: not JSON: Expecting value: line 1, column 16"),
-        (".json", b'[{"text": "a"},]', ":2: not JSON: Expecting value: line 1, column 16"),
+        *((".json", b'[{"text": "a"}' + rest, ":2: not JSON") for rest in WRONG),
         (".json", b'[,{"text": "a"}]', ":1: not JSON: Expecting value: line 1, column 2"),
-        (".json", b'[{"text": "a"}', ":2: not JSON: Expecting ',' delimiter"),
-        (".json", b'[{"text": "a"}\n', ":2: not JSON: Expecting ',' delimiter"),
         (".json", b'[{"text": "a"}] this is no JSON', ":2: not JSON: Expecting value: line 1, column 17"),
-        (".json", b'[{"text": "a"}],[{"text": "b"}]', ":2: not JSON: Expecting value"),
-        (".json", b'[{"text": "a"}]]', ":2: not JSON: Expecting value"),
         (".json", '[\n{"text": "a"}]'.encode("utf-16-le"), ":1: not UTF-8: a zero byte, as in UTF-16LE, .*iconv"),
         (".json", b'[{"text": "\xff"}]', ":1: not UTF-8"),
         (".json", b'[{"text": "a"}, {"text": ' + b"1" * 5000 + b"}]", ":2: not JSON: Exceeds the limit"),

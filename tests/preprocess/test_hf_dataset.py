@@ -44,14 +44,6 @@ def test_a_stream_has_one_shard_per_file_and_a_table_shards_by_size(folder, monk
     assert texts(table, "train") == [f"train-0000{file} {row}" for file in range(3) for row in range(5)]
 
 
-def test_progress_reaches_the_size_of_the_shard(folder):
-    (shard,) = list_dataset_shards(SourceConfig(id=folder), "validation")
-    reader = DatasetRows(shard)
-    seen = [reader.position for _ in reader]
-    assert seen == sorted(seen)
-    assert reader.position == shard.bytes > 0
-
-
 def test_the_fingerprint_depends_on_the_rows(folder, tmp_path):
     (before,) = list_dataset_shards(SourceConfig(id=folder), "train")
     hf_dataset._load.cache_clear()
@@ -64,23 +56,18 @@ def test_the_fingerprint_depends_on_the_rows(folder, tmp_path):
 
 def test_rows_without_text_are_errors_with_their_location(folder):
     (shard,) = list_dataset_shards(SourceConfig(id=folder), "validation")
-    assert [number for number, _ in DatasetRows(shard)] == [1, 2, 3, 4, 5]
-    for key, reason in (
-        ("n", "'n' is int, not text"),
-        ("body", "no key 'body' (it has 'text', 'n'); set data.text_key"),
-    ):
+    for key, reason in (("n", "'n' is int"), ("body", "no key 'body'")):
         reader = DocumentReader(shard, Texts(key), skip_bad=True)
-        assert list(reader) == []
-        assert reader.skipped == 5
+        assert (list(reader), reader.skipped, reader.position) == ([], 5, shard.bytes)
         assert reader.bad_records[1].startswith(f"dataset {folder} validation:2: {reason}")
 
 
 @pytest.mark.parametrize(
     ("change", "split", "message"),
     [
-        ({}, "test", "split not found; the dataset has train, validation"),
-        ({"name": "other"}, "train", "BuilderConfig 'other' not found"),
-        ({"id": "/no/such/folder"}, "train", "not found locally or on the Hugging Face Hub"),
+        ({}, "test", "train, validation"),
+        ({"name": "other"}, "train", "'other'"),
+        ({"id": "/no/such/folder"}, "train", "/no/such/folder"),
         ({"id": "acme/none"}, "train", "HF_TOKEN"),
         ({"id": "acme/none", "stream": True}, "train", "data.id to a local folder"),
     ],

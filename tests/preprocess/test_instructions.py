@@ -1,20 +1,15 @@
 """Conversations and completions: which tokens are targets, and one message with the place for each damaged record."""
 
 import dataclasses
-import gzip
 import json
 
 import numpy as np
-import pyarrow
 import pytest
-from cache_building import build_cache
+from cache_building import build_cache, open_built
 from chat_tokenizer import CONVERSATION, MARKED, PLAIN, write_chat_tokenizer, write_chats
-from pyarrow import parquet
 
-from lmtrain.data.cache_manifest import Shards, load_manifest
-from lmtrain.data.caches import Cache, open_store
+from lmtrain.data.cache_manifest import load_manifest
 from lmtrain.data.config import DataConfig
-from lmtrain.hf import chat_template
 from lmtrain.hf.chat_template import find_template
 from lmtrain.hf.find_tokenizer import open_in_transformers
 from lmtrain.hf.tokenizer import load_tokenizer
@@ -202,15 +197,7 @@ def chat_config(tmp_path, folder, *paths, **settings):
 
 
 def read_all(config, manifest):
-    cache = Cache(
-        folder=f"{config.cache_dir}/train",
-        recipe=manifest.recipe,
-        sources=[],
-        dtype=manifest.dtype,
-        shards=Shards.of(manifest),
-        too_long="cut",
-    )
-    store = open_store(config, cache)
+    store = open_built(config)
     tokens, begins, targets = (part[0] for part in store.read(np.array([0]), manifest.tokens))
     return tokens, begins, targets, [store.document_lengths(shard).tolist() for shard in range(len(manifest.shards))]
 
@@ -428,8 +415,7 @@ def test_answers_that_repeat_their_prompt_are_an_error_if_most_do_and_counted_el
         lines = (json.dumps({"prompt": prompt, "completion": answer}) + "\n" for prompt, answer in rows)
         (tmp_path / "rows.jsonl").write_text("".join(lines))
         return DocumentReader(
-            describe_source(str(tmp_path / "rows.jsonl")),
-            dataclasses.replace(COMPLETIONS, separate_with=separator),
+            describe_source(str(tmp_path / "rows.jsonl")), dataclasses.replace(COMPLETIONS, separate_with=separator)
         )
 
     some = reader([rows[4], *rows])
@@ -438,23 +424,6 @@ def test_answers_that_repeat_their_prompt_are_an_error_if_most_do_and_counted_el
     assert "rows.jsonl:2: 2 of 6 " in some.warnings[0]
     with pytest.raises(UserError, match=r"rows\.jsonl:1: .*in 2 of 3 records"):
         list(reader(rows[:3]))
-
-
-@pytest.mark.parametrize("kind", ["parquet", "json", "jsonl.gz"])
-def test_every_kind_of_file_gives_the_same_documents(tmp_path, kind):
-    chats = [CONVERSATION, CONVERSATION[1:3]]
-    plain = chat_config(
-        tmp_path, write_chat_tokenizer(tmp_path / "tokenizer"), write_chats(tmp_path / "chats.jsonl", chats)
-    )
-    rows = [{"messages": chat, "other": 1} for chat in chats]
-    path = tmp_path / f"chats.{kind}"
-    if kind == "json":
-        path.write_text(json.dumps(rows))
-    elif kind == "jsonl.gz":
-        path.write_bytes(gzip.compress((tmp_path / "chats.jsonl").read_bytes()))
-    else:
-        parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    assert list(documents(plain.model_copy(update={"train_urls": [str(path)]}))) == list(documents(plain))
 
 
 def test_a_secret_among_the_variables_of_a_template_reaches_the_template_but_no_file(tmp_path):
@@ -469,13 +438,3 @@ def test_a_secret_among_the_variables_of_a_template_reaches_the_template_but_no_
     assert load_tokenizer(folder).backend.decode(tokens.tolist()).startswith("14")
     assert all(b"planted" not in path.read_bytes() for path in (tmp_path / "cache").rglob("*") if path.is_file())
     assert build_cache(secret, "train") == manifest
-
-
-def test_rendering_looks_for_the_hub_once_in_a_process_not_for_each_conversation(tmp_path, monkeypatch):
-    template = find_template(str(write_chat_tokenizer(tmp_path)), None, "x")
-    looked = []
-    monkeypatch.setattr(chat_template, "prepare_hub", lambda: looked.append(1))
-    chat_template._render_function.cache_clear()
-    for _ in range(3):
-        template.render(CONVERSATION)
-    assert len(looked) == 1

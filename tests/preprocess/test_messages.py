@@ -304,8 +304,7 @@ def test_nulls_that_a_table_adds_are_no_part_of_calls_and_tools(tmp_path, kind):
     (tmp_path / "calls.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     template = "{{ tools | tojson }}{% for m in messages %}{{ m | tojson }}{% endfor %}"
     config = DataConfig(
-        tokenizer=str(write_chat_tokenizer(tmp_path / "tokenizer", template)),
-        format={"type": "chat", "loss_on": "all"},
+        tokenizer=str(write_chat_tokenizer(tmp_path / "tokenizer", template)), format={"type": "chat", "loss_on": "all"}
     )
 
     def texts(name):

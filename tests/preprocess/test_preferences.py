@@ -4,14 +4,13 @@ import json
 
 import numpy as np
 import pytest
-from cache_building import build_cache
+from cache_building import build_cache, open_built
 from chat_tokenizer import PLAIN, write_chat_tokenizer
 from conftest import TOKENIZER
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lmtrain.data.cache_manifest import Shards, load_manifest
-from lmtrain.data.caches import Cache, open_store
+from lmtrain.data.cache_manifest import load_manifest
 from lmtrain.data.config import DataConfig
 from lmtrain.data.windows import PairWindows
 from lmtrain.hf.tokenizer import load_tokenizer
@@ -155,10 +154,7 @@ def test_answers_may_have_several_messages(folder):
         ({"prompt": "a", "chosen": "b", "rejected": "c", "history": [["d", "e"]]}, ["'history'"]),
         ({"prompt": [ASK], "chosen": [GOOD], "rejected": [BAD], "weight": 0.5}, ["'weight'"]),
         ({"prompt": [ASK], "chosen": [GOOD | {"weight": 0}], "rejected": [BAD]}, ["answer"]),
-        (
-            {"prompt": [ASK], "chosen": [{"role": "user", "content": "x"}, GOOD], "rejected": [BAD]},
-            ["'prompt'"],
-        ),
+        ({"prompt": [ASK], "chosen": [{"role": "user", "content": "x"}, GOOD], "rejected": [BAD]}, ["'prompt'"]),
         ({"prompt": "No.", "chosen": [ASK, GOOD], "rejected": [ASK, BAD]}, ["'prompt'"]),
         ({"conversations": [SYSTEM, ASK], "chosen": [ASK, GOOD], "rejected": [ASK, BAD]}, ["'conversations'"]),
         ({"prompt": 3, "chosen": [GOOD], "rejected": [BAD]}, ["'prompt'"]),
@@ -183,6 +179,7 @@ def test_messages_without_a_template_are_an_error():
         read({"prompt": [ASK], "chosen": [GOOD], "rejected": [BAD]})
 
 
+@settings(deadline=None, max_examples=60, derandomize=True)
 @given(st.text(max_size=20), st.text(max_size=20), st.text(max_size=20))
 def test_texts_of_any_kind_are_kept(prompt, chosen, rejected):
     config = DataConfig(tokenizer=str(TOKENIZER), format={"type": "preference"})
@@ -219,16 +216,9 @@ def test_a_cache_keeps_pairs_together_leaves_out_equal_ones_and_drops_duplicates
     assert shard.documents == 10
     assert len(shard.warnings) == 1
     assert f"{path}:6: 1 " in shard.warnings[0]
-    cache = Cache(
-        folder=f"{config.cache_dir}/train",
-        recipe=manifest.recipe,
-        sources=[],
-        dtype=manifest.dtype,
-        shards=Shards.of(manifest),
-        too_long="cut",
-    )
-    assert cache.has_pairs
-    windows = PairWindows(open_store(config, cache), 64)
+    store = open_built(config)
+    assert store.has_pairs
+    windows = PairWindows(store, 64)
     number = windows.for_training()
     ranges = [windows.range_of(window) for window in range(number)]
     assert [part.start % 2 for part in ranges] == [0] * number

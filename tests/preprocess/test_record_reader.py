@@ -18,8 +18,7 @@ from lmtrain.runtime.errors import UserError
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        (["text"], "expected a JSON object with the key 'text'"),
-        ("text", "expected a JSON object with the key 'text'"),
+        *((record, "expected a JSON object with the key 'text'") for record in (["text"], "text")),
         ({"body": "a", "id": 1}, "no key 'text' (it has 'body', 'id'); set data.text_key"),
         ({}, "no key 'text' (it has none)"),
         ({"messages": []}, "set data.format: {type: chat}"),
@@ -37,26 +36,22 @@ def test_a_record_without_text_is_an_error_that_names_the_setting(record, messag
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("ids", "message"),
-    [
-        ([1, 7], "token id 7 is not below data.vocab_size 7"),
-        ([-1], "token id -1 is not below data.vocab_size 7"),
-        ("text", "'ids' is not a list of token ids"),
-        ([1.0], "'ids' is not a list of token ids"),
-        ([True], "'ids' is not a list of token ids"),
-    ],
-)
-def test_token_ids_are_below_the_vocabulary_size(ids, message):
+def test_token_ids_are_below_the_vocabulary_size():
     reader = TokenIds(key="ids", vocab_size=7)
     assert read_document(reader, {"ids": [0, 6]}) == [0, 6]
-    with pytest.raises(BadRecordError) as caught:
-        read_document(reader, {"ids": ids})
-    assert str(caught.value).startswith(message)
+    for ids, named in (
+        ([1, 7], "7 .*data.vocab_size 7"),
+        ([-1], "-1 .*7"),
+        *((x, "'ids'") for x in ("text", [1.0], [True])),
+    ):
+        with pytest.raises(BadRecordError, match=named):
+            read_document(reader, {"ids": ids})
 
 
 READER = TokenRows("input_ids", 100)
 IDS = [5, 6, 7, 8]
+NOT_IDS = [[5.0, 6.0], [5, True], [True, False], [5, None], [5, "6"], ["5", "6"], [[5, 6], [7, 8]], [[5, 6], [7]], [[]]]
+NOT_IDS += [None, "5 6", b"\5\0", 5, {"0": 5}, [5, 1 << 63], [5, 1 << 70]]
 
 
 @pytest.mark.parametrize(
@@ -89,53 +84,36 @@ def test_what_rows_say_is_honoured(more, ids, targets):
     assert (None if read.targets is None else read.targets.tolist()) == (targets and [bool(one) for one in targets])
 
 
+REFUSED = {
+    "labels": [[[5, 6, 7, 8]], [5, 6, None, 8]],
+    "loss_mask": [[1, 1, 2, 1], [1, 1, -100, 1], [1, 1, float("nan"), 1], [1, 1, None, 1]],
+    "attention_mask": [[[1, 1, 1, 1]], [1]],
+    "position_ids": [[2, 3, 4, 5], [0, 1]],
+    "segment_ids": [[1, 1, 2, 2]],
+    "token_type_ids": [[0, 0, 1, 1]],
+    "seq_idx": [[0, 0, 1, 1]],
+    "seq_lengths": [[2, 2]],
+    "cu_seqlens": [[0, 2, 4], [[0, 4], 4]],
+    "weight": [0],
+    "loss_weights": [[1, 1, 0.5, 1]],
+    "token_weights": [[1, "a"]],
+    "pixel_values": [[[0.5]]],
+}
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"input_ids": [5.0, 6.0]}, "'input_ids'"),
-        ({"input_ids": [5, True]}, "'input_ids'"),
-        ({"input_ids": [True, False]}, "'input_ids'"),
-        ({"input_ids": [5, None]}, "'input_ids'"),
-        ({"input_ids": [5, "6"]}, "'input_ids'"),
-        ({"input_ids": ["5", "6"]}, "'input_ids'"),
-        ({"input_ids": [[5, 6], [7, 8]]}, "'input_ids'"),
-        ({"input_ids": [[5, 6], [7]]}, "'input_ids'"),
-        ({"input_ids": [[]]}, "'input_ids'"),
-        ({"input_ids": None}, "'input_ids'"),
-        ({"input_ids": "5 6"}, "'input_ids'"),
-        ({"input_ids": b"\5\0"}, "'input_ids'"),
-        ({"input_ids": 5}, "'input_ids'"),
-        ({"input_ids": {"0": 5}}, "'input_ids'"),
-        ({"input_ids": [5, -1]}, "token id -1 is not in the vocabulary"),
-        ({"input_ids": [5, 100]}, "token id 100 is not in the vocabulary"),
-        ({"input_ids": [5, 1 << 63]}, "'input_ids' "),
-        ({"input_ids": [5, 1 << 70]}, "'input_ids'"),
-        ({"labels": [5, 6, 7]}, "'labels' has 3 numbers, but there are 4"),
-        ({"labels": [[5, 6, 7, 8]]}, "'labels'"),
-        ({"labels": [5, 6, None, 8]}, "'labels'"),
+        *(({"input_ids": ids}, "'input_ids'") for ids in NOT_IDS),
+        ({"input_ids": [5, -1]}, "token id -1 "),
+        ({"input_ids": [5, 100]}, "token id 100 "),
+        *(({name: value}, f"'{name}'") for name, values in REFUSED.items() for value in values),
+        ({"labels": [5, 6, 7]}, "'labels' has 3 .* 4"),
         ({"labels": [6, 7, 8, -100]}, "shift them by one"),
         ({"loss_mask": [1, 1, 0.5, 1]}, "'loss_mask' has 0.5"),
-        ({"loss_mask": [1, 1, 2, 1]}, "'loss_mask' has 2"),
-        ({"loss_mask": [1, 1, -100, 1]}, "'loss_mask' has -100"),
-        ({"loss_mask": [1, 1, float("nan"), 1]}, "'loss_mask' has nan"),
-        ({"loss_mask": [1, 1, None, 1]}, "'loss_mask'"),
         ({"attention_mask": [1, 1, 2, 2]}, "'attention_mask' has 2.*write a row for each"),
-        ({"attention_mask": [[1, 1, 1, 1]]}, "'attention_mask'"),
-        ({"attention_mask": [1]}, "'attention_mask' has 1 numbers"),
         ({"position_ids": [0, 1, 0, 1]}, "'position_ids'.*a row for each"),
-        ({"position_ids": [2, 3, 4, 5]}, "'position_ids'"),
-        ({"position_ids": [0, 1]}, "'position_ids' has 2 numbers"),
-        ({"segment_ids": [1, 1, 2, 2]}, "'segment_ids'.*a row for each"),
-        ({"token_type_ids": [0, 0, 1, 1]}, "'token_type_ids'"),
-        ({"seq_idx": [0, 0, 1, 1]}, "'seq_idx'"),
-        ({"seq_lengths": [2, 2]}, "'seq_lengths'.*a row for each"),
-        ({"cu_seqlens": [0, 2, 4]}, "'cu_seqlens'"),
-        ({"cu_seqlens": [[0, 4], 4]}, "'cu_seqlens'"),
-        ({"weight": 0}, "'weight'"),
-        ({"loss_weights": [1, 1, 0.5, 1]}, "'loss_weights'"),
-        ({"token_weights": [1, "a"]}, "'token_weights'"),
         ({"prompt_length": 2}, "'prompt_length'.*add labels or a loss_mask"),
-        ({"pixel_values": [[0.5]]}, "'pixel_values'"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused(more, message):
@@ -188,13 +166,10 @@ def test_labels_and_masks_select_the_targets():
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"labels": [[5, EOS, -100], [5, 6, EOS]]}, r"rows.jsonl:1: labels must be the ids.*shift them by one"),
-        (
-            {"labels": [[7, 8, EOS], [5, 6, EOS]]},
-            r"rows.jsonl:1: labels must be the ids of the same positions, or -100",
-        ),
-        ({"labels": [[4, 5, EOS], None]}, r"rows.jsonl:2: has no labels, but the first row of the source has some"),
-        ({"loss_mask": [[1, 1], [1, 1, 1]]}, r"rows.jsonl:1: 'loss_mask' has 2 numbers, but there are 3 token ids"),
+        ({"labels": [[5, EOS, -100], [5, 6, EOS]]}, r"rows.jsonl:1: .*shift them by one"),
+        ({"labels": [[7, 8, EOS], [5, 6, EOS]]}, r"rows.jsonl:1: labels must be the ids"),
+        ({"labels": [[4, 5, EOS], None]}, r"rows.jsonl:2: has no labels"),
+        ({"loss_mask": [[1, 1], [1, 1, 1]]}, r"rows.jsonl:1: 'loss_mask' has 2 .* 3 "),
         ({"labels": [[0.5] * 3, [0.5] * 3]}, r"rows.jsonl:1: 'labels'"),
     ],
 )

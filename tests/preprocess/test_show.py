@@ -4,15 +4,13 @@ import json
 
 import numpy as np
 import pytest
-from cache_building import build_cache
+from cache_building import open_built
 from chat_tokenizer import MARKED, write_chat_tokenizer, write_chats
 from conftest import TOKENIZER
 
-from lmtrain.data.caches import open_store
 from lmtrain.data.config import DataConfig
 from lmtrain.data.windows import windows_of
 from lmtrain.preprocess.show import first_documents
-from lmtrain.preprocess.split_cache import find_cache
 
 SEQ_LEN = 64
 
@@ -35,9 +33,7 @@ def folder(tmp_path, monkeypatch):
 
 def windows_read(config):
     """The windows that training reads: a row of tokens and a row of targets of each."""
-    build_cache(config, "train")
-    cache = find_cache(config, "train")
-    windows = windows_of(open_store(config, cache), SEQ_LEN)
+    windows = windows_of(open_built(config), SEQ_LEN)
     tokens, _, mask = windows.read(np.arange(windows.for_evaluation()), range(SEQ_LEN))
     return list(zip(tokens.tolist(), mask.tolist(), strict=True))
 
@@ -56,12 +52,8 @@ def sequences_of(documents):
 
 @pytest.mark.parametrize("too_long", ["cut", "drop"])
 def test_sequences_of_conversations_are_those_of_training(folder, too_long):
-    config = DataConfig(
-        train_urls=["a.jsonl", "b.jsonl"],
-        tokenizer="tok",
-        cache_dir="cache",
-        format={"type": "chat", "too_long": too_long},
-    )
+    chat = {"type": "chat", "too_long": too_long}
+    config = DataConfig(train_urls=["a.jsonl", "b.jsonl"], tokenizer="tok", cache_dir="cache", format=chat)
     shown = list(first_documents(config, SEQ_LEN, 100))
     assert [document.place for document in shown] == [*(f"a.jsonl:{n}" for n in range(1, 6)), "b.jsonl:1", "b.jsonl:2"]
     sequences, read = sequences_of(shown), windows_read(config)
@@ -84,10 +76,8 @@ def test_the_first_documents_are_shown_as_if_there_were_all(folder):
     config = DataConfig(train_urls=["a.jsonl", "b.jsonl"], tokenizer="tok", format={"type": "chat"})
     every = list(first_documents(config, SEQ_LEN, 100))
     for number in range(1, len(every)):
-        few = list(first_documents(config, SEQ_LEN, number))
-        assert [(d.place, d.ids.tolist(), d.sequences) for d in few] == [
-            (d.place, d.ids.tolist(), d.sequences) for d in every[:number]
-        ]
+        for few, same in zip(first_documents(config, SEQ_LEN, number), every[:number], strict=True):
+            assert (few.place, few.ids.tolist(), few.sequences) == (same.place, same.ids.tolist(), same.sequences)
 
 
 CONFIG = """
@@ -102,7 +92,7 @@ model: {hidden_dim: 32, num_heads: 2, num_layers: 2, seq_len: 64}
 """
 
 
-def test_the_command_prints_each_source_and_writes_nothing(folder, run_cli):
+def test_the_command_prints_each_source_and_writes_nothing_or_names_an_empty_one(folder, run_cli):
     (folder / "c.yaml").write_text(CONFIG)
     before = sorted(folder.rglob("*"))
     done = run_cli("preprocess", "c.yaml", "--show", "3", code=0)
@@ -111,13 +101,8 @@ def test_the_command_prints_each_source_and_writes_nothing(folder, run_cli):
     heads = [block.splitlines()[0] for block in blocks]
     places = "chats: a.jsonl:1: a.jsonl:2: a.jsonl:3: text: text.jsonl:1: text.jsonl:2: text.jsonl:3:"
     assert [head.partition(" ")[0] for head in heads] == places.split()
-    assert heads[1:3] == ["a.jsonl:1: 27 tokens, 4 targets", "a.jsonl:2: 30 tokens, 4 targets"]
-    assert "144 tokens, 0 targets" in heads[3]
+    assert heads[1] == "a.jsonl:1: 27 tokens, 4 targets"
     assert "[[the café<|im_end|>]]" in blocks[1].splitlines()
-    assert "\n--- sequence 2\n" in blocks[7]
-
-
-def test_a_source_without_documents_is_an_error(folder, run_cli):
     (folder / "c.yaml").write_text(CONFIG.replace("text.jsonl", "empty.jsonl"))
     (folder / "empty.jsonl").touch()
     assert "empty.jsonl: no documents" in run_cli("preprocess", "c.yaml", "--show", "1", code=2).stderr

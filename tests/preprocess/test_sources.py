@@ -32,14 +32,14 @@ def test_braces_expand_in_the_order_written_and_globs_in_sorted_order(tmp_path):
     b2, b10, a1, c = make(tmp_path, "b.2.jsonl", "b.10.jsonl", "a.1.jsonl", "c.jsonl")
     assert expand_urls([f"{tmp_path}/c.jsonl", f"{tmp_path}/b.{{2..10..8}}.jsonl", a1]) == [c, b2, b10, a1]
     assert expand_urls([f"{tmp_path}/{{b,a}}.*.jsonl"]) == [b10, b2, a1]
+    assert expand_urls(make(tmp_path, "part[1].jsonl")) == [f"{tmp_path}/part[1].jsonl"]
 
 
 def test_every_missing_file_is_named_at_once(tmp_path):
     make(tmp_path, "a.1.jsonl")
     with pytest.raises(FilesMissingError) as error:
         expand_urls([f"{tmp_path}/a.{{1..3}}.jsonl", f"{tmp_path}/none*.jsonl"])
-    missing = f"no such file: {tmp_path}/a.2.jsonl, {tmp_path}/a.3.jsonl, {tmp_path}/none*.jsonl"
-    assert str(error.value) == missing
+    assert str(error.value).endswith(f" {tmp_path}/a.2.jsonl, {tmp_path}/a.3.jsonl, {tmp_path}/none*.jsonl")
 
 
 def test_a_file_listed_twice_also_under_two_names_is_refused(tmp_path, monkeypatch):
@@ -49,7 +49,7 @@ def test_a_file_listed_twice_also_under_two_names_is_refused(tmp_path, monkeypat
     for other in ("a.jsonl", f"{tmp_path}/./a.jsonl", "link.jsonl"):
         with pytest.raises(UserError) as error:
             expand_urls([a, "b.jsonl", other])
-        assert str(error.value) == f"listed more than once: {a} = {other}"
+        assert f"{a} = {other}" in str(error.value)
     with pytest.raises(UserError, match=r"more than once: .*a\.jsonl"):
         expand_urls([a, f"{tmp_path}/a*.jsonl"])
 
@@ -62,10 +62,11 @@ def test_a_file_listed_twice_also_under_two_names_is_refused(tmp_path, monkeypat
         ("a.jsonl.lz4", "unsupported format"),
         ("a.gz", "unsupported format"),
         ("{a.jsonl", "braces"),
+        ("a**.jsonl", r"\*\*/\*"),
     ],
 )
 def test_an_unreadable_name_is_an_error_with_the_reason(tmp_path, name, message):
-    make(tmp_path, name)
+    make(tmp_path, name.replace("*", "b"))
     with pytest.raises(UserError, match=message):
         expand_urls([f"{tmp_path}/{name}"])
 
@@ -79,29 +80,12 @@ def test_an_unreadable_name_is_an_error_with_the_reason(tmp_path, name, message)
         ("s3://bucket/a?.jsonl", (".jsonl", None)),
     ],
 )
-def test_the_format_is_that_of_the_path_of_a_url(url, expected):
+def test_the_format_is_that_of_the_path_of_a_url_and_the_query_of_another_is_not_printed(url, expected):
     assert format_of(url) == expected
-
-
-def test_the_query_of_an_unsupported_url_is_not_printed():
-    with pytest.raises(UserError, match=r"^https://host/a\.csv: unsupported format"):
+    with pytest.raises(UserError, match=r"^https://host/a\.csv: "):
         format_of("https://host/a.csv?X-Amz-Signature=cafe")
-
-
-def test_an_unknown_protocol_is_a_user_error():
     with pytest.raises(UserError, match=r"nonsense://a.jsonl"):
         expand_urls(["nonsense://a.jsonl"])
-
-
-@pytest.mark.parametrize("pattern", ["a.jsonl", "*.jsonl"])
-def test_a_folder_is_not_read_as_a_file(tmp_path, pattern):
-    (tmp_path / "a.jsonl").mkdir()
-    with pytest.raises(UserError, match="jsonl"):
-        expand_urls([f"{tmp_path}/{pattern}"])
-
-
-def test_a_file_with_glob_characters_in_its_name_is_found(tmp_path):
-    assert expand_urls(make(tmp_path, "part[1].jsonl")) == [f"{tmp_path}/part[1].jsonl"]
 
 
 TREE = ["a.jsonl", "._a.jsonl", ".ipynb_checkpoints/a.jsonl", "s/b.jsonl", "s/.c.jsonl", ".cache/d/e.jsonl"]
@@ -161,7 +145,7 @@ def test_links_to_files_and_folders_match_a_pattern(tmp_path):
 
 
 @pytest.mark.parametrize("pattern", ["a.jsonl", "*.jsonl"])
-@pytest.mark.parametrize("kind", ["named pipe", "socket", "does not exist", "device"])
+@pytest.mark.parametrize("kind", ["named pipe", "socket", "does not exist", "device", "folder"])
 def test_what_is_no_file_is_an_error_that_says_what_it_is(tmp_path, monkeypatch, kind, pattern):
     monkeypatch.chdir(tmp_path)  # paths of sockets are short
     make(tmp_path, "b.jsonl")
@@ -170,9 +154,11 @@ def test_what_is_no_file_is_an_error_that_says_what_it_is(tmp_path, monkeypatch,
     elif kind == "socket":
         with socket.socket(socket.AF_UNIX) as opened:
             opened.bind("a.jsonl")
+    elif kind == "folder":
+        os.mkdir("a.jsonl")
     else:
         os.symlink("/dev/null" if kind == "device" else "nowhere", "a.jsonl")
-    with pytest.raises(FilesMissingError if kind == "does not exist" else UserError, match=rf"a\.jsonl: a .*{kind}"):
+    with pytest.raises(FilesMissingError if kind == "does not exist" else UserError, match=rf"a\.jsonl: .*{kind}"):
         expand_urls([pattern])
 
 
@@ -193,12 +179,6 @@ def test_a_folder_that_spark_wrote_is_an_error_with_the_pattern_of_its_files(tmp
     os.mkdir("x.parquet")
     with pytest.raises(UserError, match=r"x\.parquet: is a folder, without"):
         expand_urls([pattern])
-
-
-def test_a_pattern_with_more_than_stars_in_a_part_is_refused(tmp_path):
-    for root in (str(tmp_path), "memory://folder"):
-        with pytest.raises(UserError, match=r"\*\*/\*"):
-            expand_urls([f"{root}/a**.jsonl"])
 
 
 def test_a_name_that_is_not_utf8_is_refused_at_once(tmp_path):

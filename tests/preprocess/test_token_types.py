@@ -79,18 +79,9 @@ def test_ids_of_another_type_are_refused(order, vocab, size, stored, read_as):
     if order == "<" and stored == read_as[1:]:
         return
     ids = np.minimum(by_frequency(vocab, size), 65535 if stored == "u2" else vocab)
-    with pytest.raises(UserError) as error:
+    advice = {"2": "data.format.dtype: uint16", "4": "data.format.dtype: uint32", "8": "int64"}[stored[1]]
+    with pytest.raises(UserError, match=advice if order == "<" else "big-endian" if read_as == "<u2" else "a.bin"):
         check(ids.astype(order + stored).tobytes(), read_as, vocab)
-    message = str(error.value)
-    if (order, stored[1:]) == ("<", "8"):
-        assert "like int64" in message
-    elif stored[1:] == "4" and order == "<":
-        assert "data.format.dtype: uint32" in message
-        assert ".idx" in message
-    elif stored == "u2" and order == "<":
-        assert "data.format.dtype: uint16" in message
-    elif read_as == "<u2":
-        assert "big-endian" in message
 
 
 @pytest.mark.parametrize("dtype", ["<f2", "<f4", "<f8"])
@@ -202,41 +193,25 @@ def test_headers_of_any_size_and_of_fortran_are_read(tmp_path):
         assert read(path) == ("<u2", len(content) - 8, 4)
 
 
-HOSTILE = {
-    "no header": b"\x93NUMPY",
-    "unknown version": saved(described(), (9, 9)),
-    "truncated header": saved(described())[:30],
-    "enormous header": b"\x93NUMPY\x02\x00\xff\xff\xff\xff" + bytes(100),
-    "code": saved("__import__('os').mkdir('run')"),
-    "code inside": saved(described(shape="(__import__('os').mkdir('run') or 4,)")),
-    "not UTF-8": saved(b"\xff\xfe\xff"),
-    "no dict": saved("[1, 2]"),
-    "missing keys": saved("{'descr': '<u2'}"),
-    "unbalanced": saved("{'descr': '<u2'"),
-    "nested": saved("(" * 5000),
-    "zero bytes": saved(bytes(64)),
-    "object": saved(described("'|O'")),
-    "float": saved(described("'<f4'")),
-    "complex name": saved(described("'datetime64[ns]'")),
-    "structured": saved(described("[('a', '<u2')]")),
-    "big-endian": saved(described("'>u4'", "(2,)")),
-    "negative": saved(described(shape="(-4,)")),
-    "huge": saved(described(shape="(4611686018427387904,)")),
-    "number of thousands of digits": saved(described(shape=f"(0x1{'0' * 5000},)")),
-    "two dimensions": saved(described(shape="(2, 2)")),
-    "no dimension": saved(described(shape="()")),
-    "no tuple": saved(described(shape="4")),
-    "no number": saved(described(shape="('4',)")),
-    "true": saved(described(shape="(True,)")),
-    "too short": saved(described(), body=bytes(7)),
-    "too long": saved(described(), body=bytes(9)),
-}
+SHAPES = ["(-4,)", "(4611686018427387904,)", f"(0x1{'0' * 5000},)", "(2, 2)", "()", "4", "('4',)", "(True,)"]
+TYPES = ["'|O'", "'<f4'", "'datetime64[ns]'", "[('a', '<u2')]"]
+TEXTS = ["[1, 2]", "{'descr': '<u2'}", "{'descr': '<u2'", "(" * 5000, "__import__('os').mkdir('run')"]
+HOSTILE = [
+    *(b"\x93NUMPY", saved(described(), (9, 9)), saved(described())[:30]),
+    b"\x93NUMPY\x02\x00\xff\xff\xff\xff" + bytes(100),  # an enormous header
+    *map(saved, [*TEXTS, b"\xff\xfe\xff", bytes(64)]),
+    saved(described(shape="(__import__('os').mkdir('run') or 4,)")),
+    *(saved(described(descr)) for descr in TYPES),
+    saved(described("'>u4'", "(2,)")),  # big-endian
+    *(saved(described(shape=shape)) for shape in SHAPES),
+    *(saved(described(), body=bytes(size)) for size in (7, 9)),
+]
 
 
-@pytest.mark.parametrize("name", HOSTILE)
-def test_other_arrays_are_refused(tmp_path, monkeypatch, name):
+@pytest.mark.parametrize("content", HOSTILE, ids=range(len(HOSTILE)))
+def test_other_arrays_are_refused(tmp_path, monkeypatch, content):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "a.npy").write_bytes(HOSTILE[name])
+    (tmp_path / "a.npy").write_bytes(content)
     with pytest.raises(UserError, match=r"a.npy: "):
         read(tmp_path / "a.npy")
     assert [path.name for path in tmp_path.iterdir()] == ["a.npy"]

@@ -3,7 +3,6 @@
 import json
 
 import hypothesis
-import numpy as np
 import pytest
 import tokenizers
 from conftest import TOKENIZER, TRAIN_FILES
@@ -38,17 +37,6 @@ def test_tokens_are_those_of_the_tokenizers_library_plus_special_ids(folder, eos
     assert lengths.tolist() == [len(document) for document in documents]
 
 
-def test_bos_and_eos_are_different_ids_if_the_tokenizer_has_both(tmp_path):
-    backend = learn_bpe(["some text"], 260)
-    backend.add_special_tokens(["<s>"])
-    save_tokenizer(backend, str(tmp_path), eos="<|endoftext|>", bos="<s>")
-    tokenizer = load_tokenizer(str(tmp_path))
-    tokens, *_ = tokenize(["x"], tokenizer, DataConfig(enforce_bos=True))
-    ids = [backend.token_to_id(token) for token in ("<s>", "x", "<|endoftext|>")]
-    assert tokens.tolist() == ids
-    assert len(set(ids)) == 3
-
-
 def test_template_truncation_and_padding_in_the_tokenizer_file_are_ignored(tmp_path):
     backend = learn_bpe(["some text"], 260)
     text, end = "a long text with many bytes", "<|endoftext|>"
@@ -69,6 +57,8 @@ def test_documents_that_spell_special_tokens_and_those_that_get_a_second_one_are
     backend.add_special_tokens(["<s>"])
     save_tokenizer(backend, str(tmp_path), eos="<|endoftext|>", bos="<s>")
     tokenizer = load_tokenizer(str(tmp_path))
+    ids = [backend.token_to_id(token) for token in ("<s>", "x", "<|endoftext|>")]
+    assert tokenize(["x"], tokenizer, DataConfig(enforce_bos=True)).tokens.tolist() == ids
     texts = ["x", "", "a<|endoftext|>", "<s>a", "<s>a<|endoftext|>", "a<|endoftext|>b", "<|endoftext|>"]
     for more, doubled in (
         ({}, 3),
@@ -91,17 +81,6 @@ def test_no_documents_give_no_tokens(folder):
     assert (tokens.size, tokens.dtype.str, lengths.size) == (0, "<u2", 0)
 
 
-def test_a_large_vocabulary_is_stored_in_four_bytes(tmp_path):
-    vocab = {f"w{i}": i for i in range(65537)}
-    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="w0"))
-    backend.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    save_tokenizer(backend, str(tmp_path), eos="w1")
-    settings = DataConfig()
-    tokens, *_ = tokenize(["w65536 w65535"], load_tokenizer(str(tmp_path)), settings)
-    assert tokens.dtype == np.dtype("<u4")
-    assert tokens.tolist() == [65536, 65535, 1]
-
-
 TOKENIZER_JSON = json.loads((TOKENIZER / "tokenizer.json").read_text())
 TEXT = "\n".join(text for text in read_texts(TRAIN_FILES[0], "text"))
 
@@ -117,18 +96,14 @@ def test_split_real_text_has_the_tokens_of_the_unsplit_text(piece):
     assert len(pieces) > len(TEXT) / piece / 20
     assert "".join(pieces) == TEXT
     assert ids(backend, pieces) == ids(backend, [TEXT])
+    assert [split_document(text, piece) for text in ("x" * 10**4, "")] == [["x" * 10**4], [""]]
 
 
-@hypothesis.settings(max_examples=300, deadline=None, derandomize=True)
+@hypothesis.settings(max_examples=150, deadline=None, derandomize=True)
 @given(st.text(st.sampled_from("ab1_ \n\t'.ü\u00a0\u2003\u3000日s\x1c\u180e\u200b"), max_size=40))
 def test_split_random_text_has_the_tokens_of_the_unsplit_text(text):
     backend = open_tokenizer(str(TOKENIZER)).backend
     assert ids(backend, split_document(text, 1)) == ids(backend, [text])
-
-
-def test_text_without_spaces_between_words_is_not_split():
-    assert split_document("x" * 100, 10) == ["x" * 100]
-    assert split_document("", 10) == [""]
 
 
 def test_tokenizers_that_may_depend_on_text_across_a_split_are_refused():

@@ -12,7 +12,6 @@ from lmtrain.data.config import DataConfig
 from lmtrain.preprocess import write_shard as shard
 from lmtrain.preprocess.sources import describe_source
 from lmtrain.preprocess.write_shard import ShardJob, build_shard
-from lmtrain.runtime.errors import UserError
 
 BLOCK = 16384  # part of the file format, which must not change unnoticed
 
@@ -21,9 +20,9 @@ BLOCK = 16384  # part of the file format, which must not change unnoticed
 def build(tmp_path, settings):
     """Writes `texts` to a file and builds its shard under `name`; returns its info, its records, and the reports."""
 
-    def run(texts, name="shard", tail=b""):
+    def run(texts, name="shard"):
         source = tmp_path / "input.jsonl"
-        source.write_bytes("".join(json.dumps({"text": text}) + "\n" for text in texts).encode() + tail)
+        source.write_bytes("".join(json.dumps({"text": text}) + "\n" for text in texts).encode())
         path = str(tmp_path / name)
         job = ShardJob(
             source=describe_source(str(source)),
@@ -46,8 +45,11 @@ def expected_tokens(texts, settings):
 TEXTS = [f"the river {i} counts {i * i} windows" for i in range(4100)]
 
 
-def test_records_are_blocks_of_tokens_with_the_ends_of_their_documents(build, settings):
-    info, records, _ = build(TEXTS)
+def test_records_are_blocks_of_tokens_with_the_ends_of_their_documents(build, settings, tmp_path):
+    info, records, reports = build(TEXTS)
+    assert len(reports) > 1
+    size = (tmp_path / "input.jsonl").stat().st_size
+    assert tuple(map(sum, zip(*reports, strict=True))) == (info.documents, info.tokens, size)
     documents = expected_tokens(TEXTS, settings)
     flat = np.array(sum(documents, []), "<u2")
     blocks = -(-len(flat) // BLOCK)
@@ -71,9 +73,7 @@ def test_empty_input_gives_a_shard(build, texts):
     info, records, _ = build(texts)
     assert (info.documents, info.tokens) == (len(texts), len(texts))
     assert len(records) == len(texts)
-    assert ["1 of 1 documents are empty" in text if texts else "no documents" in text for text in info.warnings] == [
-        True
-    ]
+    assert len(info.warnings) == 1
 
 
 def test_another_build_with_other_limits_of_batches_gives_the_same_bytes(build, tmp_path, monkeypatch):
@@ -91,18 +91,3 @@ def test_the_marker_describes_the_shard_and_its_recipe(build, tmp_path):
     assert info.source["url"] == str(tmp_path / "input.jsonl")
     assert json.loads((tmp_path / "shard.json").read_text()) == {"recipe": {"made": "so"}, "shard": info.described}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["input.jsonl", "shard.arrayrecord", "shard.json"]
-
-
-def test_reports_add_up_to_the_entire_file(build, tmp_path):
-    info, _, reports = build(TEXTS)
-    assert len(reports) > 1
-    totals = tuple(map(sum, zip(*reports, strict=True)))
-    assert totals == (info.documents, info.tokens, (tmp_path / "input.jsonl").stat().st_size)
-
-
-@pytest.mark.parametrize("line", [b'{"text": 3}\n', b'{"text": "half \\ud83d"}\n'], ids=["number", "half a pair"])
-def test_a_bad_line_leaves_no_marker(build, tmp_path, line):
-    with pytest.raises(UserError, match=r"input\.jsonl:4: "):
-        build(TEXTS[:3], tail=line)
-    assert not (tmp_path / "shard.json").exists()
-    assert not (tmp_path / "shard.arrayrecord").exists()

@@ -303,15 +303,12 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
     def _prompt(self, number: int, request: Instance) -> _Prompt:
         text, settings = request.args
         max_new, until = generation_limits(str(request.task_name), settings, self.max_length)
-        until = tuple(handle_stop_sequences(list(until), eos=self._end_of_text))
+        end_of_text = None if self.eot_token_id is None else self.tokenizer.decode(self.eot_token_id)
+        until = tuple(handle_stop_sequences(list(until), eos=end_of_text))
         room = self.max_length - max_new
         bos = self.tokenizer.bos_token
         ids = self.tokenizer.encode(text, add_special_tokens=not has_bos_prefix(text, bos))
         return _Prompt(number, (ids or [self.prefix_token_id])[-room:], max_new, until)
-
-    @property
-    def _end_of_text(self) -> str | None:
-        return None if self.eot_token_id is None else self.tokenizer.decode(self.eot_token_id)
 
     def _continue(self, prompts: Sequence[_Prompt]) -> list[str]:
         """The texts after prompts with the same `until` and `max_new`."""

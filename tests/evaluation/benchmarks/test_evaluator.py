@@ -45,10 +45,8 @@ def test_metrics_have_the_names_of_tasks_and_no_standard_errors_in_training(gpt2
 def test_settings_that_do_not_fit_are_refused_before_the_first_step(gpt2, tmp_path, settings, words):
     context, _ = gpt2
     config = harness(tmp_path, **settings)
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError, match=".*".join(words)):
         Evaluations([Benchmarks(config, 10)], context)
-    for word in words:
-        assert word in str(caught.value)
 
 
 def test_a_task_that_fails_is_logged_and_training_continues(gpt2, tmp_path, caplog):
@@ -78,17 +76,13 @@ def test_without_lm_eval_the_extra_is_named(tmp_path, monkeypatch):
         check_benchmarks(config)
 
 
-def test_a_generation_has_the_limits_of_its_task_or_those_of_lm_eval():
-    settings = {"until": ["e", "ra"], "max_gen_toks": 20, "temperature": 0.0}
-    assert generation_limits("one", settings, 64) == (20, ("e", "ra"))
-    assert generation_limits("one", {}, 512) == (256, ())
-
-
 @pytest.mark.parametrize(
     ("settings", "named"),
     [({"do_sample": True, "temperature": 0.7}, "0.7"), ({"num_beams": 4}, "num_beams"), ({"max_gen_toks": 64}, "64")],
 )
-def test_generations_that_are_not_greedy_or_leave_no_room_are_refused(settings, named):
+def test_generations_have_the_limits_of_the_task_and_those_not_greedy_or_without_room_are_refused(settings, named):
+    limits = {"until": ["e", "ra"], "max_gen_toks": 20, "temperature": 0.0}
+    assert (generation_limits("one", limits, 64), generation_limits("one", {}, 512)) == ((20, ("e", "ra")), (256, ()))
     with pytest.raises(UserError, match=f"the task one .*{named}"):
         generation_limits("one", settings, 64)
 

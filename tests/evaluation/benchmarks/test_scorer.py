@@ -44,16 +44,6 @@ def test_answers_do_not_depend_on_the_questions_next_to_them(gpt2):
     assert [answer.is_greedy for answer in answers[-3:]] == [True] * 3
 
 
-def test_questions_about_the_same_tokens_share_a_sequence(gpt2, monkeypatch):
-    context, params = gpt2
-    scorer = Scorer(context)
-    rows = []
-    place = scorer._place
-    monkeypatch.setattr(scorer, "_place", lambda *batch: (rows.extend(batch[0]), place(*batch))[1])
-    scorer.score(params, [Question((1, 2, 3), (word,)) for word in range(40)] + [Question((1, 2), (3,))])
-    assert sorted(len(row.questions) for row in rows) == [1, 8, 32]
-
-
 def test_a_stop_request_ends_the_scoring_between_batches(gpt2):
     context, params = gpt2
 

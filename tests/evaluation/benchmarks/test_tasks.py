@@ -21,10 +21,8 @@ def test_the_number_of_examples_in_a_prompt_is_that_of_the_task_then_of_the_run(
     (tmp_path / "local_text.yaml").write_text(text.replace("num_fewshot: 0", "num_fewshot: 1\nfewshot_split: test"))
     one = Benchmarks(config, None)
     assert one.prepare(context)
-    assert {name: task.get_config("num_fewshot") for name, task in one._tasks["tasks"].items()} == {
-        "local_choice": 0,
-        "local_text": 2,
-    }
+    found = {name: task.get_config("num_fewshot") for name, task in one._tasks["tasks"].items()}
+    assert found == {"local_choice": 0, "local_text": 2}
 
 
 def test_code_of_a_task_runs_if_it_is_confirmed(gpt2, tmp_path):
@@ -43,10 +41,8 @@ def test_code_of_a_task_runs_if_it_is_confirmed(gpt2, tmp_path):
 def test_a_task_of_the_hub_without_a_network_fails_with_advice(gpt2):
     context, _ = gpt2
     config = EvalHarnessConfig(task_spec=["hellaswag"])
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError, match=r"(?s)hellaswag.*include_path"):
         Benchmarks(config, None).prepare(context)
-    assert "hellaswag" in str(caught.value)
-    assert "include_path" in str(caught.value)
 
 
 OFFLINE = """
@@ -63,6 +59,7 @@ except ValueError as error:
 """
 
 
+@pytest.mark.long
 def test_without_a_network_the_first_line_is_the_message(tmp_path):
     write_tasks(tmp_path, 32)
     task = tmp_path / "local_choice.yaml"
