@@ -23,6 +23,7 @@ from lmtrain.runtime.accelerators import KINDS, find_topology
 from lmtrain.runtime.errors import UserError
 from lmtrain.runtime.progress import Progress
 from lmtrain.runtime.redact import redact
+from lmtrain.runtime.remote import remote_errors
 from lmtrain.runtime.storage import write_atomically
 from lmtrain.scaling.config import LadderConfig, as_overrides
 from lmtrain.scaling.ladder import Ladder, build_ladder
@@ -240,10 +241,8 @@ def _best(
         lines.append("settings  (--write FILE writes a config)")
         return lines + [f"  {name}: {json.dumps(value)}" for name, value in best.settings.items()], answer
     text = config_text(big.tree.data, best.settings, f"{title} {speed.devices} x {speed.device}, {arguments.hours:g} h")
-    try:
+    with remote_errors(f"--write {arguments.write}", "written"):
         write_atomically(arguments.write, text.encode())
-    except OSError as error:
-        raise UserError(f"--write {arguments.write} cannot be written: {error.strerror or error}") from None
     return [*lines, f"config    {arguments.write}"], answer
 
 
@@ -337,11 +336,7 @@ def _check_flags(arguments: argparse.Namespace) -> None:
         raise UserError("--mfu is the utilization itself, --efficiency a fraction of the plan's bound; remove one")
     if arguments.hours is not None and arguments.hours > _MOST_HOURS:
         raise UserError(f"--hours {arguments.hours:g}: expected at most {_MOST_HOURS:g}")
-    others = {
-        "--topology": arguments.topology,
-        "--mfu": arguments.mfu,
-        "--efficiency": arguments.efficiency,
-    }
+    others = {"--topology": arguments.topology, "--mfu": arguments.mfu, "--efficiency": arguments.efficiency}
     if arguments.device is None and (name := next((name for name, value in others.items() if value is not None), None)):
         raise UserError(f"{name}: is for --device KIND")
     if arguments.device is not None and arguments.run is not None:
