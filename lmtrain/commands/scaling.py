@@ -276,9 +276,7 @@ def _speed(arguments: argparse.Namespace, fitted: "FittedLadder", config: RunCon
             source=source,
         )
     if install := target.missing_compiler:
-        raise UserError(
-            f"--device {arguments.device}: its compiler is not installed ({install}); install it, or add --mfu F"
-        )
+        raise UserError(f"--device {arguments.device}: its compiler is missing ({install}); install it, or add --mfu F")
     request = Request.of(config, fitted.ladder.vocab_size, target, ("train",), True, teacher_config(config))
     with Progress("plan", 1, bar=not arguments.json) as progress:
         plan = ask(request, 3600.0, partial(progress.update, 0))

@@ -202,9 +202,7 @@ def _wandb_to_tracker(tree: ConfigTree, under: ConfigTree) -> None:
     new: Path = ("trainer", "tracker")
     place = tree.origin_of(old)
     if "tracker" in trainer:
-        raise UserError(
-            f"{place}: trainer.wandb: an older name of trainer.tracker, set at {tree.origin_of(new)}; remove one"
-        )
+        raise UserError(f"{place}: trainer.wandb: an older trainer.tracker, set at {tree.origin_of(new)}; remove one")
     wandb = trainer.pop("wandb")
     if wandb is not None and not isinstance(wandb, dict):
         raise UserError(f"{place}: trainer.wandb: expected a map of settings; it is now called trainer.tracker")

@@ -93,9 +93,7 @@ class LadderConfig(Section):
         if not self.transfer and self.rates_at == "smallest":
             raise field_error("rates_at", "without transfer, learning rates of one size say nothing about another")
         if self.growth.learning_rate and not self.growth.batch_size:
-            raise field_error(
-                "growth.learning_rate", "grows with the batch size, which is constant; set growth.batch_size"
-            )
+            raise field_error("growth.learning_rate", "grows with a batch size; set growth.batch_size")
         return self
 
     @property

@@ -160,9 +160,7 @@ def _check_base(path: str, config: RunConfig) -> None:
             "trainer.checkpointer.append_run_id_to_base_path"
         )
     if not config.trainer.evaluates:
-        raise UserError(
-            f"{path}: config has no evaluation, and the law is fitted to eval/loss; set trainer.steps_per_eval"
-        )
+        raise UserError(f"{path}: config has no evaluation, to which the law is fitted; set trainer.steps_per_eval")
 
 
 def _rounded(value: float) -> float:

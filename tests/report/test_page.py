@@ -4,7 +4,6 @@ import base64
 import hashlib
 import html
 import re
-from pathlib import Path
 
 import pytest
 from report.made import (
@@ -105,25 +104,6 @@ def test_the_policy_allows_the_script_of_the_package_alone(tmp_path):
     assert script_source() == f"'sha256-{digest}'"
     assert policy.startswith("default-src 'none'; ")
     assert policy.endswith(f"; script-src {script_source()}")
-
-
-@pytest.fixture(scope="module")
-def written(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("written")
-    write_complete(folder)
-    return folder, write_report([read(folder)], str(folder / "new" / "r.html"))
-
-
-def test_the_plots_are_next_to_the_page_which_has_them_in_it_and_needs_nothing_else(written):
-    folder, plots = written
-    names = ["loss", "eval-loss", "eval-bpb", "learning-rate", "gradient-norm", "throughput", "step-time"]
-    assert plots == [f"{folder}/new/r-plots/{name}.png" for name in names]
-    page = Page((folder / "new" / "r.html").read_text())
-    assert page.problems == []
-    pictures = re.findall(r'<noscript><img src="data:image/png;base64,([^"]*)"', page.source)
-    assert list(map(base64.b64decode, pictures)) == [Path(path).read_bytes() for path in plots]
-    assert len(page.data["plots"]) == 7
-    assert sorted(path.name for path in (folder / "new").iterdir()) == ["r-plots", "r.html"]
 
 
 def test_a_failed_write_is_an_error_and_keeps_the_old_page(tmp_path):

@@ -9,20 +9,6 @@ from lmtrain.runtime.errors import UserError
 
 
 @pytest.mark.parametrize(
-    ("changes", "field", "problem"),
-    [
-        ({"optimizer__warmup": 101}, "optimizer.warmup", "101 steps"),
-        ({"optimizer__warmup": 0.5, "optimizer__decay": 0.6}, "optimizer.decay", "60 steps, with 50"),
-        ({"trainer__per_device_parallelism": 3}, "trainer.per_device_parallelism", "3 does"),
-    ],
-)
-def test_conflicts_between_sections_name_the_setting(changes, field, problem):
-    with pytest.raises(ValidationError, match=problem) as caught:
-        build(**changes)
-    assert [error["ctx"]["field"] for error in caught.value.errors()] == [field]
-
-
-@pytest.mark.parametrize(
     "changes",
     [
         {"model__num_heads": 10**18},

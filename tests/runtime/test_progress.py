@@ -1,23 +1,11 @@
 """Progress: rate-limited plain lines, the remaining time, and a bar on a terminal."""
 
-import os
-import pty
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
 
 from lmtrain.runtime import progress
 from lmtrain.runtime.progress import Progress, format_seconds
-
-BAR = """
-import sys
-from lmtrain.runtime.progress import Progress
-with Progress("train", 10) as bar:
-    for done in range(11):
-        bar.update(done, f"step {done} {sys.argv[1]}")
-"""
 
 
 @pytest.fixture
@@ -48,28 +36,6 @@ def test_the_remaining_time_is_estimated_from_the_work_of_this_process(clock, ca
     clock.seconds += seconds
     bar.update(done, "x", force=True)
     assert capsys.readouterr().err == f"p {text}\n"
-
-
-def test_on_a_terminal_a_bar_shows_label_and_text_unchanged():
-    text = "shard [loss].jsonl [/x]"
-    terminal, child = pty.openpty()
-    environment = os.environ | {"TERM": "xterm", "COLUMNS": "100"}
-    process = subprocess.Popen([sys.executable, "-c", BAR, text], stderr=child, env=environment)
-    os.close(child)
-    shown = b""
-    while chunk := read(terminal):
-        shown += chunk
-    os.close(terminal)
-    assert process.wait(300) == 0
-    assert b"train" in shown
-    assert f"step 10 {text}".encode() in shown
-
-
-def read(terminal):
-    try:
-        return os.read(terminal, 65536)
-    except OSError:  # the other end has closed
-        return b""
 
 
 @pytest.mark.parametrize(
