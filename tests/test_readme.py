@@ -14,8 +14,10 @@ import pytest
 from conftest import TOKENIZER, run_in_process
 from forked import run_script
 from pages import ROOT, run_as_written, write_own_text
+from plan.workers import forked_worker
 
 from lmtrain.cli import VERBS
+from lmtrain.plan import request
 from lmtrain.runtime.errors import counted
 
 README = (ROOT / "README.md").read_text()
@@ -74,7 +76,8 @@ def test_continuing_from_another_model_runs_as_written(own_text):
     assert sorted(os.listdir(run)) == ["step-2", "step-4"]
 
 
-def test_commands_on_own_text_run_as_written(own_text):
+def test_commands_on_own_text_run_as_written(own_text, monkeypatch):
+    monkeypatch.setattr(request, "_running", forked_worker)
     tmp_path = own_text
     (tmp_path / "my.yaml").write_text(blocks("yaml")[0])
     commands = commands_about("my.yaml")

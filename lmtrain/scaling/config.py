@@ -103,19 +103,10 @@ class LadderConfig(Section):
 
 
 # Settings of a run that the ladder sets for each point.
-OWN = frozenset(
-    (
-        "trainer.id",
-        "trainer.seed",
-        "trainer.num_train_steps",
-        "trainer.initialize_from",
-        "trainer.checkpointer.keep",
-        "optimizer.lr_schedule",
-        "optimizer.decay",
-        "optimizer.learning_rate",
-        "epoch",
-    )
-)
+OWN = {
+    *("trainer.id", "trainer.seed", "trainer.num_train_steps", "trainer.initialize_from", "trainer.checkpointer.keep"),
+    *("optimizer.lr_schedule", "optimizer.decay", "optimizer.learning_rate", "epoch"),
+}
 
 
 def as_overrides(settings: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -5,7 +5,7 @@ token uses. Embeddings that are only looked up have none.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -124,9 +124,7 @@ def build_ladder(loaded: LoadedConfig[LadderConfig], base: LoadedConfig[RunConfi
     labels = [size.label for size in sizes]
     if twice := next((label for label in labels if labels.count(label) > 1), None):
         raise UserError(f"{loaded.path}: sizes: two are {twice} (width x depth); one of these must differ")
-    return Ladder(
-        name=loaded.stem, path=loaded.path, config=loaded.config, base=base, vocab_size=vocab_size, sizes=sizes
-    )
+    return replace(ladder, sizes=sizes)
 
 
 def check_start(path: str, config: RunConfig) -> None:
