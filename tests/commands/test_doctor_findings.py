@@ -73,6 +73,11 @@ def test_a_tpu_that_jax_does_not_use_is_bad_and_a_compiler_for_tpus_alone_is_not
     assert (finding.state == "BAD") == ("lmtrain[tpu]" in finding.fix) == has_tpu
 
 
+def test_a_driver_that_fails_jax_without_a_response_and_a_device_that_computes_wrongly_are_bad(play):
+    for nvidia, jax in (("Failed to initialize NVML", CPU), (None, "no response"), (None, H100 | {"right": False})):
+        assert play(nvidia, jax, code=18)[0].state == "BAD"
+
+
 def test_a_process_that_does_not_respond_is_killed(monkeypatch):
     monkeypatch.setattr(doctor, "_ASK", "import time; time.sleep(600)")
     monkeypatch.setattr(doctor, "_DEVICE_SECONDS", 0.2)

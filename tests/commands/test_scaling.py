@@ -234,6 +234,15 @@ def test_commands_have_no_secrets(tmp_path, run_cli, monkeypatch):
         assert load_config(RunConfig, config, overrides).config == ladder.load(point.settings, point.id)
 
 
+def test_secrets_of_folders_are_in_no_command(tmp_path, run_cli):
+    """The URL from which a branch starts is that of the config's checkpoints."""
+    trainer = BASE["trainer"] | dirs(tmp_path) | {"checkpointer": {"base_path": "s3://me:word@bucket/"}}
+    path = write_ladder(tmp_path, BASE | {"trainer": trainer})
+    lines = run_cli("scaling", "run", path, "--commands", code=0).stdout.splitlines()
+    assert "word" not in "\n".join(lines)
+    assert [sum(part in line for line in lines) for part in ("--trainer.id", "--only")] == [4, 8]
+
+
 def test_one_run_of_a_ladder_is_one_that_it_has(tmp_path, run_cli):
     path = write_ladder(tmp_path)
     ended = run_cli("scaling", "run", path, "--only", "ladder-16x1-20x-lr0.1-seed0", code=2)

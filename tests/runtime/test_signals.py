@@ -145,6 +145,12 @@ def test_before_a_stop_request_the_first_signal_ends_a_process_that_is_stuck_in_
     assert notice.startswith(f"{number.name}: ")
 
 
+def test_a_signal_ends_a_process_whose_stderr_cannot_be_written(started):
+    child = started(STUCK.format(begin="import os; os.dup2(os.open('/dev/full', os.O_WRONLY), 2)"))
+    child.process.send_signal(signal.SIGTERM)
+    assert child.end() == (75, "", "")
+
+
 def test_the_second_signal_ends_a_process_that_is_stuck_in_c_code(started):
     child = started(STUCK.format(begin="StopRequest().begin()"))
     child.process.send_signal(signal.SIGTERM)

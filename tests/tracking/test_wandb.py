@@ -6,6 +6,7 @@ import struct
 import subprocess
 import sys
 from collections import defaultdict
+from types import SimpleNamespace
 
 import pytest
 import wandb
@@ -195,6 +196,17 @@ def test_resume_from_and_fork_from_replace_resume(monkeypatch, tmp_path):
     assert found == [{"resume": "allow"}, *elsewhere]
     for value in (True, False, "allow", "never", "must", "auto"):
         wandb.Settings(resume=value)  # refuses values that it does not know
+
+
+def test_an_existing_run_of_the_same_id_on_other_data_is_warned_about(monkeypatch, tmp_path, caplog):
+    """Two projects with the same settings have the same run id."""
+    monkeypatch.chdir(tmp_path)
+    for before, warns in (({}, False), ({"data_tokens": "a"}, False), ({"data_tokens": "b"}, True)):
+        config = SimpleNamespace(get=before.get, update=lambda values, allow_val_change: None)
+        monkeypatch.setattr(wandb, "init", lambda config=config, **_: SimpleNamespace(id="nano-1", config=config))
+        tracker = WandbTracker(WandbConfig(mode="offline", save_code=False), "nano-1", ".")
+        tracker.hyperparameters({"epoch": 0, "data_tokens": "a"})
+        assert ("nano-1" in caplog.text) == warns
 
 
 @pytest.mark.parametrize(
