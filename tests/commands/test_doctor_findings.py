@@ -3,12 +3,12 @@
 With simulated tools and answers of other machines, and with the real ones of this machine; no output has a secret.
 """
 
-import http.server
 import os
 import resource
-import threading
+from functools import partial
 
 import pytest
+from web import QuietFiles, serving
 
 from lmtrain.commands import doctor
 from lmtrain.commands.doctor import (
@@ -171,20 +171,9 @@ def test_a_store_that_returns_other_bytes_is_bad(monkeypatch, tmp_path):
 
 
 @pytest.fixture
-def server():
-    """The address of a server that answers every request with 404."""
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self):
-            self.send_error(404)
-
-        def log_message(self, *_):
-            pass
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as running:
-        threading.Thread(target=running.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{running.server_port}"
-        running.shutdown()
+def server(tmp_path):
+    with serving(partial(QuietFiles, directory=str(tmp_path))) as address:
+        yield f"http://{address}"
 
 
 @pytest.fixture

@@ -2,13 +2,12 @@
 
 import gzip
 import threading
-from http.server import BaseHTTPRequestHandler
 
 import aiohttp
 import fsspec
 import pytest
 from botocore.exceptions import EndpointConnectionError
-from web import serving
+from web import QuietFiles, serving
 
 from lmtrain.runtime.errors import UserError
 from lmtrain.runtime.remote import read_small, remote_errors
@@ -62,8 +61,8 @@ def server():
     """The address of a server whose answers are small, compressed, endless, or none."""
     stopped = threading.Event()
 
-    class Answers(BaseHTTPRequestHandler):
-        def do_GET(self):
+    class Answers(QuietFiles):
+        def do_GET(self):  # noqa: N802
             if self.path == "/nothing":
                 stopped.wait(60)
                 return
@@ -80,9 +79,6 @@ def server():
                     return
                 if self.path != "/endless":
                     return
-
-        def log_message(self, *_):
-            pass
 
     with serving(Answers) as address:
         yield f"http://{address}"
