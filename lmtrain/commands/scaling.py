@@ -266,15 +266,11 @@ def _speed(arguments: argparse.Namespace, fitted: "FittedLadder", config: RunCon
     target = Target.of(find_topology(arguments.device, arguments.topology, arguments.devices, None, 1))
     topology = target.topology
     assert topology is not None
-    accelerator, devices = topology.accelerator, topology.num_devices
+    accelerator = topology.accelerator
+    speed = partial(Speed, devices=topology.num_devices, device=accelerator.name)
     if arguments.mfu is not None:
         source = f"{100 * arguments.mfu:g} % MFU as given"
-        return Speed(
-            flops_per_second=accelerator.peak_flops * arguments.mfu,
-            devices=devices,
-            device=accelerator.name,
-            source=source,
-        )
+        return speed(flops_per_second=accelerator.peak_flops * arguments.mfu, source=source)
     if install := target.missing_compiler:
         raise UserError(f"--device {arguments.device}: its compiler is missing ({install}); install it, or add --mfu F")
     request = Request.of(config, fitted.ladder.vocab_size, target, ("train",), True, teacher_config(config))
@@ -290,7 +286,7 @@ def _speed(arguments: argparse.Namespace, fitted: "FittedLadder", config: RunCon
     bound = accelerator.peak_flops * figures["mfu_bound"]
     efficiency = arguments.efficiency or 1.0
     source = f"{100 * efficiency:g} % of the plan's bound of {100 * figures['mfu_bound']:.1f} % MFU"
-    return Speed(flops_per_second=bound * efficiency, devices=devices, device=accelerator.name, source=source)
+    return speed(flops_per_second=bound * efficiency, source=source)
 
 
 def _measured_speed(arguments: argparse.Namespace, fitted: "FittedLadder") -> "Speed":
