@@ -118,11 +118,15 @@ def test_spin_up_creates_and_sets_up_every_worker_with_the_committed_files(desk,
         assert (home / "lmtrain" / "deploy" / "tpu" / "launch").exists()
     assert desk.verbs() == ["describe", "create", "describe", "scp", "ssh"]
     # again: the VM stays, the workers get the new commit, and deleted files are removed
-    (homes[0] / "lmtrain" / "deploy" / "tpu" / "launch.old").touch()
+    (checkout / "deploy" / "tpu" / "launch.old").touch()
+    git(checkout, "add", ".")
     git(checkout, "commit", "-qam", "2")
     desk.do(str(script), *PLACE, *MADE_OF)
     assert desk.verbs().count("create") == 1
     assert (homes[0] / "done").read_text().endswith("installed tpu from not committed\n")
+    (checkout / "deploy" / "tpu" / "launch.old").unlink()
+    git(checkout, "commit", "-qam", "3")
+    desk.do(str(script), *PLACE, *MADE_OF)
     assert not (homes[0] / "lmtrain" / "deploy" / "tpu" / "launch.old").exists()
 
 
