@@ -227,7 +227,6 @@ def test_commands_are_found_wherever_they_stand_in_a_line():
     )
     assert commands_in(text) == [["train", "x.yaml"], ["doctor", "gs://b"], ["eval", "x y"], ["plan", "a"]]
     assert commands_in("until lmtrain train a; do sleep 1; done\npkill lmtrain") == [["train", "a"]]
-    assert commands_in("lmtrain config schema > a.json") == [["config", "schema"]]
 
 
 def parser_of(words: list[str], monkeypatch: pytest.MonkeyPatch) -> Parser:

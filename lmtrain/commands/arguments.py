@@ -148,27 +148,26 @@ def at_least(minimum: float, kind: Callable[[str], float] = int) -> Callable[[st
 
 def add_model_flags(parser: Parser, hf: bool = True) -> None:
     """Add the flags that name a model: a checkpoint of a run or, with `hf`, a Hugging Face model."""
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "--run",
         metavar="ID",
         help="run id, or the folder of its logs; replaces CONFIG with the config that the run was started with, except "
         "for secrets, which are not saved: where they are needed, add CONFIG",
     )
-    parser.add_argument(
+    add(
         "--checkpoint",
         "--checkpoint_path",
         metavar="PATH",
         help="checkpoint to load: step folder, run folder or a parent of it (default: the config's own run)",
     )
-    parser.add_argument(
+    add(
         "--average",
         metavar="N|A,B,...",
         help="average of the last N permanent checkpoints, or of a list of steps or checkpoints",
     )
     if hf:
-        parser.add_argument(
-            "--hf", metavar="REF", help="Hugging Face model instead of a checkpoint: folder, URL, or id[@revision]"
-        )
+        add("--hf", metavar="REF", help="Hugging Face model instead of a checkpoint: folder, URL, or id[@revision]")
 
 
 def check_model_flags(arguments: argparse.Namespace) -> None:

@@ -58,38 +58,39 @@ class Finding:
         return redact([first, *([f"{'':<18}-> {self.fix}"] if self.fix else [])])
 
 
+def _ok(what: str, seen: str) -> Finding:
+    return Finding(what=what, seen=seen)
+
+
+def _note(what: str, seen: str, fix: str = "") -> Finding:
+    return Finding(what=what, seen=seen, state="note", fix=fix)
+
+
+def _bad(what: str, seen: str, fix: str) -> Finding:
+    return Finding(what=what, seen=seen, state="BAD", fix=fix)
+
+
 def look_at_cluster(environment: Mapping[str, str] = os.environ) -> Iterator[Finding]:
     """Whether this is one process of several, and how the processes would find each other."""
     hosts = environment.get("TPU_WORKER_HOSTNAMES", "")
     if "," in hosts:
         worker = environment.get("TPU_WORKER_ID", "?")
-        yield Finding(
-            what="processes", seen=f"TPU worker {worker} of {len(hosts.split(','))}: start the same command on each"
-        )
+        yield _ok("processes", f"TPU worker {worker} of {len(hosts.split(','))}: start the same command on each")
         return
     for starter, (count, index) in JOB_STARTERS.items():
         number = environment.get(count, "")
         if number.isdigit() and int(number) > 1:
-            yield Finding(what="processes", seen=f"{starter}: process {environment.get(index, '?')} of {number}")
+            yield _ok("processes", f"{starter}: process {environment.get(index, '?')} of {number}")
             return
     if detects_others(environment):
-        yield Finding(what="processes", seen="one of several, according to environment variables")
+        yield _ok("processes", "one of several, according to environment variables")
     elif "SLURM_JOB_ID" in environment and "SLURM_STEP_ID" not in environment:
         seen = f"one: inside Slurm job {environment['SLURM_JOB_ID']}, but not started by srun"
-        yield Finding(
-            what="processes",
-            seen=seen,
-            state="note",
-            fix="`srun lmtrain train CONFIG` starts one on each node; see deploy/slurm",
-        )
+        yield _note("processes", seen, "`srun lmtrain train CONFIG` starts one on each node; see deploy/slurm")
     else:
-        yield Finding(what="processes", seen="one; several hosts without Slurm or TPUs require trainer.distributed")
-    if environment.get("RUN_ID"):
-        yield Finding(
-            what="run id",
-            seen=f"{environment['RUN_ID']}, from RUN_ID: every run in this environment resumes it",
-            state="note",
-        )
+        yield _ok("processes", "one; several hosts without Slurm or TPUs require trainer.distributed")
+    if name := environment.get("RUN_ID"):
+        yield _note("run id", f"{name}, from RUN_ID: every run in this environment resumes it")
 
 
 # The accelerators: devices of the driver, devices that JAX finds, and a test computation.
@@ -115,23 +116,14 @@ def look_at_devices() -> Iterator[Finding]:
     """Accelerators as reported by their drivers and by JAX."""
     gpus = _nvidia()
     if isinstance(gpus, str):
-        yield Finding(
-            what="nvidia",
-            seen=gpus,
-            state="BAD",
-            fix="fix the NVIDIA driver first (restart the machine after an update)",
-        )
+        yield _bad("nvidia", gpus, "fix the NVIDIA driver first (restart the machine after an update)")
     elif gpus is not None:
-        yield (
-            Finding(what="nvidia", seen=f"{len(gpus)} x {gpus[0]}")
-            if gpus
-            else Finding(what="nvidia", seen="no GPU", state="note")
-        )
+        yield _ok("nvidia", f"{len(gpus)} x {gpus[0]}") if gpus else _note("nvidia", "no GPU")
     answer = _ask_jax()
     if isinstance(answer, str):
         held = "stop the process that uses the accelerator" if glob("/dev/accel*") or glob("/dev/vfio/*") else ""
         fix = held or "set JAX_PLATFORMS=cpu to run without accelerator"
-        yield Finding(what="devices", seen=f"JAX finds none: {answer}", state="BAD", fix=fix)
+        yield _bad("devices", f"JAX finds none: {answer}", fix)
     else:
         yield from _jax(answer, has_gpu=isinstance(gpus, list) and bool(gpus))
 
@@ -172,23 +164,21 @@ def _jax(answer: dict[str, Any], has_gpu: bool) -> Iterator[Finding]:
     on_cpu, platforms = answer["backend"] == "cpu", os.environ.get("JAX_PLATFORMS", "")
     if not answer["right"]:
         fix = "do not train on it: the device or its driver is broken"
-        yield Finding(what="devices", seen=f"{seen}: wrong result of a small matrix product", state="BAD", fix=fix)
+        yield _bad("devices", f"{seen}: wrong result of a small matrix product", fix)
     elif on_cpu and has_gpu:
         install = "`pip install 'lmtrain[cuda12]'`, or 'lmtrain[cuda13]' with driver 580 or newer"
         fix = f"unset JAX_PLATFORMS, which is {platforms}" if platforms else install
-        yield Finding(what="devices", seen=f"{seen}: JAX does not use the GPU", state="BAD", fix=fix)
+        yield _bad("devices", f"{seen}: JAX does not use the GPU", fix)
     elif on_cpu and has_tpu():
         fix = "`pip install 'lmtrain[tpu]'`, and JAX_PLATFORMS must not be cpu"
-        yield Finding(what="devices", seen=f"{seen}: JAX does not use the TPU", state="BAD", fix=fix)
+        yield _bad("devices", f"{seen}: JAX does not use the TPU", fix)
     else:
-        yield Finding(what="devices", seen=seen)
+        yield _ok("devices", seen)
         device = find_accelerator(answer["kind"])
         if device is None:
-            yield Finding(what="peak", seen=f"unknown for {answer['kind']}: MFU is not logged", state="note")
+            yield _note("peak", f"unknown for {answer['kind']}: MFU is not logged")
         else:
-            yield Finding(
-                what="peak", seen=f"{device.peak_flops / 1e12:,.0f} TFLOP/s each in 16 bits: the reference of MFU"
-            )
+            yield _ok("peak", f"{device.peak_flops / 1e12:,.0f} TFLOP/s each in 16 bits: the reference of MFU")
 
 
 # Printed with their versions; all requirements of lmtrain are checked.
@@ -202,13 +192,16 @@ def look_at_machine() -> Iterator[Finding]:
     """Python, libraries, cores, memory, limits and disks."""
     python = f"{platform.python_version()} at {sys.executable}"
     if (3, 11) <= sys.version_info < (3, 14):
-        yield Finding(what="python", seen=python)
+        yield _ok("python", python)
     else:
-        yield Finding(what="python", seen=python, state="note", fix="lmtrain is tested with Python 3.11 to 3.13")
+        yield _note("python", python, "lmtrain is tested with Python 3.11 to 3.13")
     yield _libraries()
-    yield Finding(what="host", seen=f"{platform.platform()}, {usable_cores()} cores{_memory()}")
+    yield _ok("host", f"{platform.platform()}, {usable_cores()} cores{_memory()}")
     yield from _limits()
-    yield _disk(os.getcwd())
+    usage = shutil.disk_usage(os.getcwd())
+    seen = f"{format_bytes(usage.free)} of {format_bytes(usage.total)} free at {os.getcwd()}"
+    fix = "a checkpoint takes 12 bytes per parameter in float32 with Adam; see trainer.checkpointer.base_path"
+    yield _ok("disk", seen) if usage.free >= _MIN_DISK else _note("disk", seen, fix)
 
 
 def _libraries() -> Finding:
@@ -222,11 +215,7 @@ def _libraries() -> Finding:
         if installed is None or not required.specifier.contains(installed, prereleases=True):
             wrong.append(f"{required.name} is {installed or 'missing'}, required is {required.specifier}")
     fix = "reinstall lmtrain: `pip install -c tools/constraints.txt .`"
-    return (
-        Finding(what="libraries", seen="; ".join([seen, *wrong]), state="BAD", fix=fix)
-        if wrong
-        else Finding(what="libraries", seen=seen)
-    )
+    return _bad("libraries", "; ".join([seen, *wrong]), fix) if wrong else _ok("libraries", seen)
 
 
 def _memory() -> str:
@@ -243,30 +232,15 @@ def _limits() -> Iterator[Finding]:
     seen = f"limit {_limit(soft)} (can be raised to {_limit(hard)})"
     fix = f"run `ulimit -n {_MIN_FILES * 16}` before a run: large checkpoints and Ray open many files"
     is_low = soft != resource.RLIM_INFINITY and soft < _MIN_FILES
-    yield (
-        Finding(what="open files", seen=seen, state="note", fix=fix)
-        if is_low
-        else Finding(what="open files", seen=seen)
-    )
+    yield _note("open files", seen, fix) if is_low else _ok("open files", seen)
     size = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     if size != resource.RLIM_INFINITY:
         fix = "run `ulimit -f unlimited`: shards and checkpoints are larger"
-        yield Finding(what="file size", seen=f"files are limited to {format_bytes(size)}", state="BAD", fix=fix)
+        yield _bad("file size", f"files are limited to {format_bytes(size)}", fix)
 
 
 def _limit(number: int) -> str:
     return "unlimited" if number == resource.RLIM_INFINITY else f"{number:,}"
-
-
-def _disk(folder: str) -> Finding:
-    usage = shutil.disk_usage(folder)
-    seen = f"{format_bytes(usage.free)} of {format_bytes(usage.total)} free at {folder}"
-    fix = "a checkpoint takes 12 bytes per parameter in float32 with Adam; see trainer.checkpointer.base_path"
-    return (
-        Finding(what="disk", seen=seen, state="note", fix=fix)
-        if usage.free < _MIN_DISK
-        else Finding(what="disk", seen=seen)
-    )
 
 
 _SECONDS = 5.0
@@ -285,25 +259,22 @@ def look_at_place(place: str) -> Finding:
         if size is not None:
             if size:
                 read_range(place, 0, _PROBE_BYTES)
-            return Finding(what="storage", seen=f"{place}: a file of {format_bytes(size)}, readable{_after(began)}")
+            return _ok("storage", f"{place}: a file of {format_bytes(size)}, readable{_after(began)}")
         if _names_files(place):
-            fix = "to test a folder or a bucket, name it without a file"
-            return Finding(what="storage", seen=f"{place}: no such file", state="BAD", fix=fix)
+            return _bad("storage", f"{place}: no such file", "to test a folder or a bucket, name it without a file")
         folder = place if is_url(place) else _nearest_folder(place)
         if not _keeps(folder):
-            fix = "do not store checkpoints there"
-            return Finding(
-                what="storage", seen=f"{folder}: the bytes read differ from those written", state="BAD", fix=fix
-            )
+            seen = f"{folder}: the bytes read differ from those written"
+            return _bad("storage", seen, "do not store checkpoints there")
     except UserError as error:
         text, _, advice = str(error).partition("\n")
-        return Finding(what="storage", seen=text, state="BAD", fix=advice.strip())
+        return _bad("storage", text, advice.strip())
     except OSError as error:
         fix = "the user that runs lmtrain needs write permission"
-        return Finding(what="storage", seen=f"{place}: {error.strerror or error}", state="BAD", fix=fix)
+        return _bad("storage", f"{place}: {error.strerror or error}", fix)
     missing = "" if folder == place else f"does not exist yet, can be created; {folder}: "
     room = "" if is_url(place) else f", {format_bytes(shutil.disk_usage(folder).free)} free"
-    return Finding(what="storage", seen=f"{place}: {missing}written, listed, read and deleted{_after(began)}{room}")
+    return _ok("storage", f"{place}: {missing}written, listed, read and deleted{_after(began)}{room}")
 
 
 def _keeps(folder: str) -> bool:
@@ -342,16 +313,15 @@ def look_at_services() -> Iterator[Finding]:
 
 def _wandb() -> Finding:
     if os.environ.get("WANDB_MODE") in ("offline", "disabled"):
-        return Finding(what="wandb", seen=f"WANDB_MODE is {os.environ['WANDB_MODE']}", state="note")
+        return _note("wandb", f"WANDB_MODE is {os.environ['WANDB_MODE']}")
     if not has_key():
         fix = "run `wandb login`, set WANDB_API_KEY, or choose another tracker"
-        return Finding(what="wandb", seen="no API key: runs log offline", state="note", fix=fix)
+        return _note("wandb", "no API key: runs log offline", fix)
     host = os.environ.get("WANDB_BASE_URL", f"https://{WANDB_HOSTS[0]}")
-    reason = _unreachable(host)
-    if reason:
+    if reason := _unreachable(host):
         seen = f"API key found, but {host} is unreachable ({reason}): runs log offline"
-        return Finding(what="wandb", seen=seen, state="note", fix="upload them later with `wandb sync`")
-    return Finding(what="wandb", seen=f"API key found, {host} responds")
+        return _note("wandb", seen, "upload them later with `wandb sync`")
+    return _ok("wandb", f"API key found, {host} responds")
 
 
 def _hub() -> Finding:
@@ -359,11 +329,11 @@ def _hub() -> Finding:
 
     if not prepare_hub():
         fix = "only models and tokenizers in the hub's local cache can be used"
-        return Finding(what="hub", seen=f"offline: {offline_reason()}", state="note", fix=fix)
+        return _note("hub", f"offline: {offline_reason()}", fix)
     if find_token() is None:
         fix = "run `hf auth login`, or set HF_TOKEN, for gated models and uploads"
-        return Finding(what="hub", seen=f"{endpoint()} responds; no token", state="note", fix=fix)
-    return Finding(what="hub", seen=f"{endpoint()} responds, token found")
+        return _note("hub", f"{endpoint()} responds; no token", fix)
+    return _ok("hub", f"{endpoint()} responds, token found")
 
 
 def _unreachable(url: str) -> str:

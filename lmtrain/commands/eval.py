@@ -61,29 +61,18 @@ def run(argv: list[str]) -> int:
 
 
 def _add_benchmark_flags(parser: Parser) -> None:
-    parser.add_argument(
-        "--tasks", metavar="TASK,...", help="benchmarks of lm-eval to run instead of computing the validation loss"
-    )
-    parser.add_argument(
-        "--num_fewshot", type=at_least(0), metavar="N", help="number of examples in each prompt of --tasks"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("--tasks", metavar="TASK,...", help="benchmarks of lm-eval to run instead of computing the validation loss")
+    add("--num_fewshot", type=at_least(0), metavar="N", help="number of examples in each prompt of --tasks")
+    add(
         "--max_examples", "--limit", type=at_least(1), metavar="N", help="maximum number of examples of each of --tasks"
     )
-    parser.add_argument("--include_path", metavar="DIR", help="folder with YAML files of more --tasks")
-    parser.add_argument(
-        "--apply_chat_template", action="store_true", help="write prompts as chats, by the tokenizer's template"
-    )
-    parser.add_argument(
-        "--fewshot_as_multiturn", action="store_true", help="write examples as turns of the conversation"
-    )
-    parser.add_argument("--log_samples", action="store_true", help="write requests and results to --output_path")
-    parser.add_argument(
-        "--output_path", metavar="DIR", default=".", help="folder for --log_samples (default: the working folder)"
-    )
-    parser.add_argument(
-        "--confirm_run_unsafe_code", action="store_true", help="allow --tasks that run Python code of their own"
-    )
+    add("--include_path", metavar="DIR", help="folder with YAML files of more --tasks")
+    add("--apply_chat_template", action="store_true", help="write prompts as chats, by the tokenizer's template")
+    add("--fewshot_as_multiturn", action="store_true", help="write examples as turns of the conversation")
+    add("--log_samples", action="store_true", help="write requests and results to --output_path")
+    add("--output_path", metavar="DIR", default=".", help="folder for --log_samples (default: the working folder)")
+    add("--confirm_run_unsafe_code", action="store_true", help="allow --tasks that run Python code of their own")
 
 
 def _harness(arguments: argparse.Namespace, config: EvalHarnessConfig | None) -> EvalHarnessConfig | None:

@@ -23,26 +23,23 @@ if TYPE_CHECKING:
 
 def run(argv: list[str]) -> int:
     parser = Parser("export-hf", "Write a checkpoint as a folder that transformers' AutoModelForCausalLM loads.")
-    parser.add_argument("--output", "--output_dir", metavar="DIR", help="folder or URL to write to")
+    add = parser.add_argument
+    add("--output", "--output_dir", metavar="DIR", help="folder or URL to write to")
     add_model_flags(parser, hf=False)
-    parser.add_argument(
+    add(
         "--dtype",
         choices=EXPORT_DTYPES,
         help="data type of the weights (default: hf_save_dtype, else that of the parameters)",
     )
-    parser.add_argument("--upload", metavar="REPO", help="also upload to the Hugging Face Hub: owner/name[@branch]")
-    parser.add_argument(
-        "--merge", action="store_true", help="of a run with LoRA: merge the adapters into the base, in float32"
-    )
-    parser.add_argument(
+    add("--upload", metavar="REPO", help="also upload to the Hugging Face Hub: owner/name[@branch]")
+    add("--merge", action="store_true", help="of a run with LoRA: merge the adapters into the base, in float32")
+    add(
         "--base_model",
         metavar="REF",
         help="of a run with LoRA: base_model_name_or_path of the adapters (default: initialize_from_hf)",
     )
-    parser.add_argument("--overwrite", action="store_true", help="overwrite the export of another run")
-    parser.add_argument(
-        "--verify", action="store_true", help="compare logits with transformers after writing; requires torch"
-    )
+    add("--overwrite", action="store_true", help="overwrite the export of another run")
+    add("--verify", action="store_true", help="compare logits with transformers after writing; requires torch")
     arguments, run = parse_run(parser, argv)
     require_secrets(run.loaded)
     start_console_log()

@@ -138,12 +138,7 @@ def _parser() -> Parser:
     add, count, kinds = parser.add_argument, at_least(1), ", ".join(KINDS)
     add("--device", metavar="KIND", help=f"{kinds}, or Google's names (v5p-128); default: this machine's devices")
     add("--topology", metavar="SHAPE", help="shape of a TPU slice in chips: 2x4, 4x4x4")
-    add(
-        "--devices",
-        type=count,
-        metavar="N",
-        help="number of devices (default: one GPU, or the smallest TPU host)",
-    )
+    add("--devices", type=count, metavar="N", help="number of devices (default: one GPU, or the smallest TPU host)")
     add("--hosts", type=count, metavar="H", help="number of hosts of the GPUs (default: 8 GPUs per host)")
     add("--slices", type=count, metavar="S", help="number of TPU slices, connected by DCN (default: 1)")
     add("--vocab_size", type=count, metavar="N", help="vocabulary size in tokens, if the tokenizer is unknown")

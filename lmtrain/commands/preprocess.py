@@ -100,27 +100,22 @@ def _verify_files(caches: SplitCaches, processes: Processes, stop: StopRequest) 
 
 def _add_check_flags(parser: Parser) -> None:
     checks = parser.add_argument_group("checks of the text")
-    checks.add_argument(
+    add = checks.add_argument
+    add(
         "--check-contamination",
         metavar="TASK,...",
         help="report training documents that share words with items of these benchmarks of lm-eval",
     )
-    checks.add_argument(
-        "--ngram", type=at_least(1), metavar="N", help="number of consecutive words that count as shared (default: 13)"
-    )
-    checks.add_argument("--drop", action="store_true", help="leave these documents out of the cache")
-    checks.add_argument(
+    add("--ngram", type=at_least(1), metavar="N", help="number of consecutive words that count as shared (default: 13)")
+    add("--drop", action="store_true", help="leave these documents out of the cache")
+    add(
         "--check-duplicates",
         action="store_true",
         help="report documents that occur twice, but for case and punctuation; --check-contamination does, too",
     )
-    checks.add_argument(
-        "--drop-duplicates", action="store_true", help="leave training documents out of the cache that occurred before"
-    )
-    checks.add_argument("--include_path", metavar="DIR", help="folder with YAML files of more benchmarks")
-    checks.add_argument(
-        "--confirm_run_unsafe_code", action="store_true", help="allow benchmarks that run Python code of their own"
-    )
+    add("--drop-duplicates", action="store_true", help="leave training documents out of the cache that occurred before")
+    add("--include_path", metavar="DIR", help="folder with YAML files of more benchmarks")
+    add("--confirm_run_unsafe_code", action="store_true", help="allow benchmarks that run Python code of their own")
 
 
 def _check_flags(arguments: argparse.Namespace) -> None:

@@ -15,25 +15,24 @@ from lmtrain.runtime.redact import redact
 
 def run(argv: list[str]) -> int:
     parser = Parser("report", "Write one self-contained HTML page, and PNG plots, of one run or of several.")
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "runs",
         metavar="RUN",
         nargs="*",
         help="run id, <log_dir>/<run_id>, or a metrics.jsonl; the run may still be running",
     )
-    parser.add_argument(
+    add(
         "--log_dir", metavar="DIR", default="logs/", help="folder in which run ids are looked up (default: %(default)s)"
     )
-    parser.add_argument(
+    add(
         "--output",
         metavar="FILE",
         help="HTML file to write (default: <log_dir>/<run_id>/report.html; for several runs ./report.html; for a "
         "ladder ./<ladder>-report.html)",
     )
-    parser.add_argument("--scaling", metavar="LADDER", help="a ladder, its law and its plots, instead of runs")
-    parser.add_argument(
-        "--predict", metavar="CONFIG", action="append", default=[], help="config to predict by the law of --scaling"
-    )
+    add("--scaling", metavar="LADDER", help="a ladder, its law and its plots, instead of runs")
+    add("--predict", metavar="CONFIG", action="append", default=[], help="config to predict by the law of --scaling")
     arguments = parser.parse_args(argv)
     if arguments.scaling is not None:
         if arguments.runs:

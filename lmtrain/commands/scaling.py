@@ -23,6 +23,7 @@ from lmtrain.runtime.accelerators import KINDS, find_topology
 from lmtrain.runtime.errors import UserError
 from lmtrain.runtime.progress import Progress
 from lmtrain.runtime.redact import redact
+from lmtrain.runtime.remote import remote_errors
 from lmtrain.runtime.storage import write_atomically
 from lmtrain.scaling.config import LadderConfig, as_overrides
 from lmtrain.scaling.ladder import Ladder, build_ladder
@@ -240,10 +241,8 @@ def _best(
         lines.append("settings  (--write FILE writes a config)")
         return lines + [f"  {name}: {json.dumps(value)}" for name, value in best.settings.items()], answer
     text = config_text(big.tree.data, best.settings, f"{title} {speed.devices} x {speed.device}, {arguments.hours:g} h")
-    try:
+    with remote_errors(f"--write {arguments.write}", "written"):
         write_atomically(arguments.write, text.encode())
-    except OSError as error:
-        raise UserError(f"--write {arguments.write} cannot be written: {error.strerror or error}") from None
     return [*lines, f"config    {arguments.write}"], answer
 
 
@@ -267,19 +266,13 @@ def _speed(arguments: argparse.Namespace, fitted: "FittedLadder", config: RunCon
     target = Target.of(find_topology(arguments.device, arguments.topology, arguments.devices, None, 1))
     topology = target.topology
     assert topology is not None
-    accelerator, devices = topology.accelerator, topology.num_devices
+    accelerator = topology.accelerator
+    speed = partial(Speed, devices=topology.num_devices, device=accelerator.name)
     if arguments.mfu is not None:
         source = f"{100 * arguments.mfu:g} % MFU as given"
-        return Speed(
-            flops_per_second=accelerator.peak_flops * arguments.mfu,
-            devices=devices,
-            device=accelerator.name,
-            source=source,
-        )
+        return speed(flops_per_second=accelerator.peak_flops * arguments.mfu, source=source)
     if install := target.missing_compiler:
-        raise UserError(
-            f"--device {arguments.device}: its compiler is not installed ({install}); install it, or add --mfu F"
-        )
+        raise UserError(f"--device {arguments.device}: its compiler is missing ({install}); install it, or add --mfu F")
     request = Request.of(config, fitted.ladder.vocab_size, target, ("train",), True, teacher_config(config))
     with Progress("plan", 1, bar=not arguments.json) as progress:
         plan = ask(request, 3600.0, partial(progress.update, 0))
@@ -293,7 +286,7 @@ def _speed(arguments: argparse.Namespace, fitted: "FittedLadder", config: RunCon
     bound = accelerator.peak_flops * figures["mfu_bound"]
     efficiency = arguments.efficiency or 1.0
     source = f"{100 * efficiency:g} % of the plan's bound of {100 * figures['mfu_bound']:.1f} % MFU"
-    return Speed(flops_per_second=bound * efficiency, devices=devices, device=accelerator.name, source=source)
+    return speed(flops_per_second=bound * efficiency, source=source)
 
 
 def _measured_speed(arguments: argparse.Namespace, fitted: "FittedLadder") -> "Speed":
@@ -337,11 +330,7 @@ def _check_flags(arguments: argparse.Namespace) -> None:
         raise UserError("--mfu is the utilization itself, --efficiency a fraction of the plan's bound; remove one")
     if arguments.hours is not None and arguments.hours > _MOST_HOURS:
         raise UserError(f"--hours {arguments.hours:g}: expected at most {_MOST_HOURS:g}")
-    others = {
-        "--topology": arguments.topology,
-        "--mfu": arguments.mfu,
-        "--efficiency": arguments.efficiency,
-    }
+    others = {"--topology": arguments.topology, "--mfu": arguments.mfu, "--efficiency": arguments.efficiency}
     if arguments.device is None and (name := next((name for name, value in others.items() if value is not None), None)):
         raise UserError(f"{name}: is for --device KIND")
     if arguments.device is not None and arguments.run is not None:

@@ -74,23 +74,16 @@ def _train(arguments: argparse.Namespace) -> None:
 
 def _train_parser() -> Parser:
     parser = Parser("tokenizer train", _TRAIN)
-    parser.add_argument(
-        "files", nargs="+", metavar="FILES", help="text files; formats, braces and globs as in data.train_urls"
-    )
-    parser.add_argument("--output", required=True, metavar="PATH", help="folder to write, or a *.model file")
-    parser.add_argument(
-        "--kind", choices=["bpe", "sentencepiece"], default="bpe", help="kind of tokenizer (default: bpe)"
-    )
-    parser.add_argument(
-        "--vocab_size", type=int, default=VOCAB_SIZE, help=f"vocabulary size in tokens (default: {VOCAB_SIZE})"
-    )
+    add = parser.add_argument
+    add("files", nargs="+", metavar="FILES", help="text files; formats, braces and globs as in data.train_urls")
+    add("--output", required=True, metavar="PATH", help="folder to write, or a *.model file")
+    add("--kind", choices=["bpe", "sentencepiece"], default="bpe", help="kind of tokenizer (default: bpe)")
+    add("--vocab_size", type=int, default=VOCAB_SIZE, help=f"vocabulary size in tokens (default: {VOCAB_SIZE})")
     _add_special_tokens(parser, "special tokens to reserve, such as those of a chat template")
     _add_overwrite(parser)
-    parser.add_argument("--text_key", default="text", help="key of the text in each record (default: text)")
-    parser.add_argument(
-        "--model_type", choices=["bpe", "unigram"], help="sentencepiece model type (default: bpe, as in Llama)"
-    )
-    parser.add_argument(
+    add("--text_key", default="text", help="key of the text in each record (default: text)")
+    add("--model_type", choices=["bpe", "unigram"], help="sentencepiece model type (default: bpe, as in Llama)")
+    add(
         "--input_sentence_size",
         type=at_least(1),
         metavar="LINES",
@@ -122,11 +115,10 @@ def _extend_parser() -> Parser:
     from lmtrain.hf.extend_tokenizer import TEMPLATES
 
     parser = Parser("tokenizer extend", _EXTEND)
-    parser.add_argument(
-        "base", metavar="BASE", help="the tokenizer: a folder, a model's folder, a file or a hub id, as data.tokenizer"
-    )
-    parser.add_argument("--output", required=True, metavar="PATH", help="folder to write")
-    parser.add_argument(
+    add = parser.add_argument
+    add("base", metavar="BASE", help="the tokenizer: a folder, a model's folder, a file or a hub id, as data.tokenizer")
+    add("--output", required=True, metavar="PATH", help="folder to write")
+    add(
         "--chat_template",
         metavar="TEMPLATE",
         help=f"{' or '.join(TEMPLATES)}, or a Jinja file; becomes the default chat template",

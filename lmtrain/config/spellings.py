@@ -19,12 +19,7 @@ from lmtrain.runtime.errors import UserError
 # They are removed with a notice, instead of being an error or a second source.
 
 # The settings that name a text source, by kind; a tree that sets one replaces the other kinds below it.
-_SOURCES = {
-    "demo": ("demo",),
-    "urls": ("train_urls", "validation_urls"),
-    "id": ("id",),
-    "configs": ("configs",),
-}
+_SOURCES = {"demo": ("demo",), "urls": ("train_urls", "validation_urls"), "id": ("id",), "configs": ("configs",)}
 _BELONGS_TO = {"id": ("name", "stream"), "configs": ("train_weights",)}
 
 
@@ -87,9 +82,7 @@ SHORT_NAMES = {
     "trainer": {"per_device_train_parallelism": "per_device_parallelism"},
     "lora": {"rank": "r", "lora_alpha": "alpha", "lora_dropout": "dropout"},
 }
-_OLD = {
-    "trainer": {"batch_size": "train_batch_size", "eval_per_device_parallelism": "per_device_eval_parallelism"},
-}
+_OLD = {"trainer": {"batch_size": "train_batch_size", "eval_per_device_parallelism": "per_device_eval_parallelism"}}
 # Settings of the W&B tracker that are now keywords in its `init`.
 _OF_INIT = (
     *("notes", "job_type", "dir", "config", "config_exclude_keys", "config_include_keys", "allow_val_change", "force"),
@@ -209,9 +202,7 @@ def _wandb_to_tracker(tree: ConfigTree, under: ConfigTree) -> None:
     new: Path = ("trainer", "tracker")
     place = tree.origin_of(old)
     if "tracker" in trainer:
-        raise UserError(
-            f"{place}: trainer.wandb: an older name of trainer.tracker, set at {tree.origin_of(new)}; remove one"
-        )
+        raise UserError(f"{place}: trainer.wandb: an older trainer.tracker, set at {tree.origin_of(new)}; remove one")
     wandb = trainer.pop("wandb")
     if wandb is not None and not isinstance(wandb, dict):
         raise UserError(f"{place}: trainer.wandb: expected a map of settings; it is now called trainer.tracker")

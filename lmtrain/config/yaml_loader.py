@@ -249,9 +249,7 @@ class _Builder:
     def build(self, node: yaml.Node, at: Path) -> ConfigTree:
         self.so_far.values += 1  # nested aliases and includes multiply
         if self.so_far.values > MAX_VALUES:
-            raise UserError(
-                f"{self._origin(node)}: with aliases and includes there are more than {MAX_VALUES:,} values"
-            )
+            raise UserError(f"{self._origin(node)}: with aliases and includes more than {MAX_VALUES:,} values")
         if len(self.open) > _MAX_DEPTH:
             raise UserError(f"{self._origin(node)}: nested too deeply")
         if node.tag == "!include":

@@ -72,15 +72,7 @@ def lines(figures: Mapping[str, Any], comparison: Mapping[str, Any] | None) -> I
 Changes = Mapping[str, Any]
 
 # In order of increasing recomputation in the backward pass.
-POLICIES: tuple[bool | str, ...] = (
-    False,
-    "dots",
-    "dots_no_kernels",
-    "dots_no_batch",
-    "save_attention",
-    "full",
-    "offload",
-)
+POLICIES = (False, "dots", "dots_no_kernels", "dots_no_batch", "save_attention", "full", "offload")
 
 # The fewest positions of a sequence on a device, with context parallelism.
 _MIN_PART = 2048
@@ -120,9 +112,8 @@ def alternatives(request: Request, current: Changes, eight_bit: str | None = Non
         unrolled = {"model.gradient_checkpointing": False, "model.scan_layers": False}
         yield "gradient_checkpointing false, scan_layers false", {**current, **unrolled}
     sizes = parallelisms(request, current)
-    now = (
-        config.trainer.per_device_parallelism if config.trainer.per_device_parallelism != -1 else max(sizes, default=1)
-    )
+    written = config.trainer.per_device_parallelism
+    now = written if written != -1 else max(sizes, default=1)
     smaller = [size for size in sizes if size < now][:1]  # smaller sizes rarely save time: one is enough
     for size in [size for size in sizes if size > now] + smaller:
         yield f"per_device_parallelism {size}", {**current, "trainer.per_device_parallelism": size}

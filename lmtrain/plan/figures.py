@@ -11,13 +11,7 @@ from lmtrain.models.attention.kernel import kernel_of
 from lmtrain.models.mixer import AttentionMixer
 from lmtrain.models.moe.experts import EXPERTS_SCOPE
 from lmtrain.models.params import count_parameters
-from lmtrain.plan.wire import (
-    count_active,
-    describe_experts,
-    expert_flops,
-    expert_trips,
-    wire_minimum,
-)
+from lmtrain.plan.wire import count_active, describe_experts, expert_flops, expert_trips, wire_minimum
 from lmtrain.runtime.accelerators import Accelerator
 from lmtrain.sharding.mesh import Layout
 from lmtrain.train.program.compile import layout_table

@@ -120,6 +120,4 @@ def find_vocab_size(data: DataConfig, given: int | None) -> tuple[int, str]:
     known = KNOWN_TOKENIZERS.get(name.partition("@")[0])
     if known is not None:
         return known, f"known size of {name}"
-    raise UserError(
-        f"the vocabulary size of data.tokenizer {name} is unknown without downloading it; add --vocab_size N"
-    )
+    raise UserError(f"the vocabulary size of data.tokenizer {name} is unknown before a download; add --vocab_size N")

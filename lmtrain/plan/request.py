@@ -312,12 +312,7 @@ def _read_json(path: Path, keys: tuple[str, ...]) -> dict[str, Any] | None:
 
 
 def _work(
-    request: Request,
-    temporary: Path,
-    folder: Path,
-    timeout: float,
-    progress: Callable[[str], None],
-    stop: StopRequest,
+    request: Request, temporary: Path, folder: Path, timeout: float, progress: Callable[[str], None], stop: StopRequest
 ) -> str:
     """Run a worker until it exits; it writes its answer into `folder`. -> why it failed; empty on success"""
     asked, log, user_error = (temporary / name for name in ("request.json", "log.txt", "error.txt"))

@@ -9,12 +9,12 @@ import gzip
 import json
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from lmtrain.plan.request import Request, Target
-from lmtrain.runtime.accelerators import ACCELERATORS, Topology
+from lmtrain.runtime.accelerators import ACCELERATORS
 from lmtrain.runtime.errors import UserError
 from lmtrain.runtime.machine import end_with_parent
 from lmtrain.runtime.storage import write_atomically
@@ -49,14 +49,7 @@ _SM89 = _Capability(
 _SM90 = _Capability(
     major=9, minor=0, threads_per_core=2048, lanes_per_core=128, shared_per_core=228 * _KIB, shared_per_block=227 * _KIB
 )
-_SM100 = _Capability(
-    major=10,
-    minor=0,
-    threads_per_core=2048,
-    lanes_per_core=128,
-    shared_per_core=228 * _KIB,
-    shared_per_block=227 * _KIB,
-)
+_SM100 = replace(_SM90, major=10)
 
 # kind -> capability, multiprocessors, clock in GHz, L2 cache in MiB, the driver's name of the device
 _GPUS = {
@@ -75,41 +68,22 @@ _CUDNN = (9, 8, 0)
 def open_devices(target: Target, compiles: bool) -> list[Any]:
     """JAX's devices. Without the compiler of their kind, the same number of fake CPU devices."""
     import jax
+    from jax.experimental import topologies
 
     topology = target.topology
     if topology is None or not compiles:
         return jax.devices()
-    if topology.accelerator.platform == "gpu":
-        return _gpus(topology)
-    return _tpus(topology)
-
-
-def _gpus(topology: Topology) -> list[Any]:
-    from jax.experimental import topologies
-
-    description = topologies.get_topology_desc(
-        topology.name,
-        "cuda",
-        target_config=target_config(topology.accelerator.kind),
-        # slices x hosts x devices: hosts of one slice would be joined by NVLink
-        topology=f"{topology.slices}x1x{topology.per_slice}",
-    )
-    return list(description.devices)
-
-
-def _tpus(topology: Topology) -> list[Any]:
-    from jax.experimental import topologies
-
     kind = topology.accelerator.kind
-    shape = "x".join(map(str, topology.shape))
-    name = f"{'v5' if kind == 'v5p' else kind}:{shape}"
-    options: dict[str, Any] = {"num_slices": topology.slices, "wrap": topology.wrap}
+    if topology.accelerator.platform == "gpu":
+        # slices x hosts x devices: hosts of one slice would be joined by NVLink
+        shape = f"{topology.slices}x1x{topology.per_slice}"
+        options: dict[str, Any] = {"target_config": target_config(kind), "topology": shape}
+        return list(topologies.get_topology_desc(topology.name, "cuda", **options).devices)
+    name = f"{'v5' if kind == 'v5p' else kind}:{'x'.join(map(str, topology.shape))}"
+    options = {"num_slices": topology.slices, "wrap": topology.wrap, "chips_per_host_bounds": topology.host_bounds}
     if len(topology.shape) == 3:
         options["chip_config_name"] = "megacore"  # two cores of a chip are one device
-    description = topologies.get_topology_desc(
-        platform="tpu", topology_name=name, chips_per_host_bounds=topology.host_bounds, **options
-    )
-    return list(description.devices)
+    return list(topologies.get_topology_desc(name, "tpu", **options).devices)
 
 
 def target_config(kind: str) -> str:

@@ -31,7 +31,7 @@ from lmtrain.report.tables import (
     summarize,
     times_table,
 )
-from lmtrain.runtime.errors import UserError
+from lmtrain.runtime.remote import remote_errors
 from lmtrain.runtime.storage import write_atomically
 
 if TYPE_CHECKING:
@@ -51,13 +51,11 @@ def write_page(output: str, page: str, pictures: Mapping[str, bytes]) -> list[st
     """Write the pictures, then the page, which exists only with them. Raises `UserError` if writing fails."""
     folder = f"{os.path.splitext(output)[0]}-plots"
     paths = {os.path.join(folder, f"{name}.png"): picture for name, picture in pictures.items()}
-    try:
+    with remote_errors(f"--output {output}", "written"):
         os.makedirs(folder, exist_ok=True)
         for path, picture in paths.items():
             write_atomically(path, picture, durable=False)
         write_atomically(output, page.encode("utf-8", errors="replace"))
-    except OSError as error:
-        raise UserError(f"--output {output} cannot be written: {error.strerror or error}") from None
     return list(paths)
 
 
@@ -74,10 +72,7 @@ def build_page(
         dark=css_variables(1),
         style=package_file("page.css"),
         script=script(),
-        data={
-            "runs": [run_data(run) for run in runs],
-            "plots": {plot.name: plot_data(plot) for plot in plots},
-        },
+        data={"runs": [run_data(run) for run in runs], "plots": {plot.name: plot_data(plot) for plot in plots}},
         title=" and ".join(run.name for run in runs) if len(runs) <= 3 else f"{len(runs)} runs",
         several=several,
         paths=[run.files.metrics for run in runs],

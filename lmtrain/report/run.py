@@ -39,9 +39,7 @@ def find_run(name: str, log_dir: str) -> RunFiles:
     Raises `UserError` with the existing runs.
     """
     if "://" in name:
-        raise UserError(
-            f"{name}: reports read local files only; copy <run_id>{_ENDING} and <run_id>/ to this machine first"
-        )
+        raise UserError(f"{name}: reports read local files; copy <run_id>{_ENDING} and <run_id>/ here first")
     log_dir = os.path.expanduser(log_dir)
     base = os.path.expanduser(name).rstrip("/") or name
     for path in (base, f"{base}{_ENDING}", f"{os.path.abspath(base)}{_ENDING}", os.path.join(log_dir, base + _ENDING)):

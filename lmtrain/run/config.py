@@ -101,15 +101,11 @@ class RunConfig(HuggingFaceConfig):
         self._check_objective(given)
         self._check_transfer()
         if self.optimizer.hessian == "hutchinson" and self.model.mixture:
-            raise field_error(
-                "optimizer.type", "sophia-h needs second derivatives, which experts do not have; use sophia-g"
-            )
+            raise field_error("optimizer.type", "sophia-h needs second derivatives, which experts lack; use sophia-g")
         if self.use_hf_model_config and not self.initialize_from_hf:
             raise field_error("use_hf_model_config", "requires initialize_from_hf, which is not set")
         if self.epoch and self.data.configs is not None:
-            raise field_error(
-                "epoch", "unsupported for a mixture (data.configs); set data.stop_strategy: first_exhausted instead"
-            )
+            raise field_error("epoch", "unsupported for a mixture; set data.stop_strategy: first_exhausted instead")
         for batch in self.trainer.batch_sizes.all:
             try:
                 num_microbatches(batch, self.trainer.per_device_parallelism)
@@ -174,25 +170,19 @@ class RunConfig(HuggingFaceConfig):
             return
         if self.trainer.initialize_from:
             raise field_error(
-                "trainer.initialize_from", "is the complete state of a run; with lora, set lora.initialize_from"
+                "trainer.initialize_from", "is a run's complete state; with lora, set lora.initialize_from"
             )
         if not (self.initialize_from_hf or self.initialize_from_checkpoint_path):
-            raise field_error(
-                "lora", "adapters need a base model: set initialize_from_hf or initialize_from_checkpoint_path"
-            )
+            raise field_error("lora", "needs a base: set initialize_from_hf or initialize_from_checkpoint_path")
         products = self.trainer.precision.products
         if self.base_quantization is not None and products not in (None, self.base_quantization):
             raise field_error(
-                "lora.base_quantization", f"is {self.base_quantization}, but q in trainer.mp {products}; use the same"
+                "lora.base_quantization", f"is {self.base_quantization}, but q is {products}; use the same"
             )
         if self.model.balance_rate:
-            raise field_error(
-                "model.moe.bias_update_rate", "routers are frozen with lora, and so is this bias; set it to 0.0"
-            )
+            raise field_error("model.moe.bias_update_rate", "is frozen with lora, as routers are; set it to 0.0")
         if self.optimizer.needs_full_matrices:
-            raise field_error(
-                "optimizer.type", f"{self.optimizer.type} is for complete matrices; with lora use another, such as adam"
-            )
+            raise field_error("optimizer.type", f"{self.optimizer.type} is for complete matrices; use adam with lora")
 
     def _check_transfer(self) -> None:
         """Raise an error for settings that do not fit the transfer between sizes."""
@@ -202,9 +192,7 @@ class RunConfig(HuggingFaceConfig):
         if self.lora is not None:
             raise field_error("transfer", "adapters have no sizes to transfer between; remove it, or lora")
         if not self.optimizer.transfers:
-            raise field_error(
-                "optimizer.type", f"{self.optimizer.type} has no rule for transfer; use adam, lion or muon"
-            )
+            raise field_error("optimizer.type", f"{self.optimizer.type} has no transfer rule; use adam, lion or muon")
 
     @property
     def loss_weights(self) -> dict[str, float] | None:

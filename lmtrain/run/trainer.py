@@ -53,8 +53,7 @@ class EmaDecaySqrtConfig(Section):
 
 
 AveragingConfig = Annotated[
-    Annotated[EmaConfig, Tag("ema")] | Annotated[EmaDecaySqrtConfig, Tag("ema_decay_sqrt")],
-    by_type("ema"),
+    Annotated[EmaConfig, Tag("ema")] | Annotated[EmaDecaySqrtConfig, Tag("ema_decay_sqrt")], by_type("ema")
 ]
 
 

@@ -195,9 +195,7 @@ def read_reliably(path: str, read: Callable[[], T], is_valid: Callable[[T], bool
             return content
         seen.append(content)
         log.warning(f"{path}: invalid content, reading it again")
-    raise UserError(
-        f"{path}: cannot be read reliably: {_MAX_READS} reads returned different contents; check the network"
-    )
+    raise UserError(f"{path}: cannot be read reliably: {_MAX_READS} reads differ; check the network")
 
 
 def write_json(path: str, value: Any) -> None:

@@ -93,9 +93,7 @@ class LadderConfig(Section):
         if not self.transfer and self.rates_at == "smallest":
             raise field_error("rates_at", "without transfer, learning rates of one size say nothing about another")
         if self.growth.learning_rate and not self.growth.batch_size:
-            raise field_error(
-                "growth.learning_rate", "grows with the batch size, which is constant; set growth.batch_size"
-            )
+            raise field_error("growth.learning_rate", "grows with a batch size; set growth.batch_size")
         return self
 
     @property
@@ -105,19 +103,10 @@ class LadderConfig(Section):
 
 
 # Settings of a run that the ladder sets for each point.
-OWN = frozenset(
-    (
-        "trainer.id",
-        "trainer.seed",
-        "trainer.num_train_steps",
-        "trainer.initialize_from",
-        "trainer.checkpointer.keep",
-        "optimizer.lr_schedule",
-        "optimizer.decay",
-        "optimizer.learning_rate",
-        "epoch",
-    )
-)
+OWN = {
+    *("trainer.id", "trainer.seed", "trainer.num_train_steps", "trainer.initialize_from", "trainer.checkpointer.keep"),
+    *("optimizer.lr_schedule", "optimizer.decay", "optimizer.learning_rate", "epoch"),
+}
 
 
 def as_overrides(settings: Mapping[str, Any]) -> list[tuple[str, str]]:

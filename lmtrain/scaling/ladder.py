@@ -5,7 +5,7 @@ token uses. Embeddings that are only looked up have none.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -124,9 +124,7 @@ def build_ladder(loaded: LoadedConfig[LadderConfig], base: LoadedConfig[RunConfi
     labels = [size.label for size in sizes]
     if twice := next((label for label in labels if labels.count(label) > 1), None):
         raise UserError(f"{loaded.path}: sizes: two are {twice} (width x depth); one of these must differ")
-    return Ladder(
-        name=loaded.stem, path=loaded.path, config=loaded.config, base=base, vocab_size=vocab_size, sizes=sizes
-    )
+    return replace(ladder, sizes=sizes)
 
 
 def check_start(path: str, config: RunConfig) -> None:
@@ -160,9 +158,7 @@ def _check_base(path: str, config: RunConfig) -> None:
             "trainer.checkpointer.append_run_id_to_base_path"
         )
     if not config.trainer.evaluates:
-        raise UserError(
-            f"{path}: config has no evaluation, and the law is fitted to eval/loss; set trainer.steps_per_eval"
-        )
+        raise UserError(f"{path}: config has no evaluation, to which the law is fitted; set trainer.steps_per_eval")
 
 
 def _rounded(value: float) -> float:

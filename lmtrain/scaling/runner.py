@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 
 from lmtrain.runtime.errors import RunError, UserError, counted
+from lmtrain.runtime.remote import remote_errors
 from lmtrain.runtime.signals import STOPPED_BY_SIGNAL, StopRequest
 from lmtrain.runtime.storage import fill_run_id, write_atomically
 from lmtrain.scaling.config import as_command
@@ -53,7 +54,7 @@ def write_arrays(folder: str, name: str, stages: Sequence[Sequence[Sequence[str]
     if more:
         lines.append(_MORE)
     lines += ["set -euo pipefail", 'after=""']
-    try:
+    with remote_errors(f"--slurm {folder}", "written"):
         os.makedirs(folder, exist_ok=True)
         for old in os.listdir(folder):
             if old.endswith(".commands"):
@@ -68,8 +69,6 @@ def write_arrays(folder: str, name: str, stages: Sequence[Sequence[Sequence[str]
             lines.append(f'echo "array $after: {counted(len(stage), "run")}"')
         script = os.path.join(folder, "submit.sh")
         write_atomically(script, ("\n".join(lines) + "\n").encode())
-    except OSError as error:
-        raise UserError(f"--slurm {folder} cannot be written: {error.strerror or error}") from None
     return script
 
 

@@ -111,11 +111,7 @@ class Ledger:
     """
 
     def __init__(
-        self,
-        folder: str | None,
-        timer: Timer,
-        began: float | None = None,
-        wall: Callable[[], float] = time.time,
+        self, folder: str | None, timer: Timer, began: float | None = None, wall: Callable[[], float] = time.time
     ):
         self._timer, self._wall = timer, wall
         self._path = None if folder is None else os.path.join(folder, NAME)

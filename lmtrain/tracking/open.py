@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from lmtrain.runtime.errors import UserError
+from lmtrain.runtime.remote import remote_errors
 from lmtrain.runtime.storage import run_path
 from lmtrain.tracking.config import CustomConfig, TensorboardConfig, TrackerConfig, TrackioConfig, WandbConfig
 from lmtrain.tracking.json_log import JsonLog
@@ -84,10 +85,8 @@ def open_trackers(
     openers = [(config.type, _opener(config, log_dir, run, step, secrets)) for config in configs]
     others = [BackgroundTracker(name, opener) for name, opener in openers if opener is not None]
     path = f"{log_dir}/{run}.metrics.jsonl"
-    try:
+    with remote_errors(f"trainer.log_dir: {path}", "written"):
         return Trackers(JsonLog(path, step, on_removed), others)
-    except OSError as error:
-        raise UserError(f"trainer.log_dir: {path} cannot be written: {error.strerror or error}") from None
 
 
 def check_trackers(configs: Sequence[TrackerConfig]) -> None:

@@ -143,9 +143,7 @@ def check_keywords(keywords: Mapping[str, Any]) -> None:
         name = dotted(path[:1])
         hint = suggest_name(name, wandb.Settings.model_fields)
         advice = f"; did you mean {hint!r}?" if hint and hint != name else ""
-        raise UserError(
-            f"trainer.tracker.init: wandb.Settings does not accept settings.{name}: {message}{advice}"
-        ) from None
+        raise UserError(f"trainer.tracker.init: wandb.Settings refuses settings.{name}: {message}{advice}") from None
 
 
 def has_key() -> bool:

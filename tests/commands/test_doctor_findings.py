@@ -3,13 +3,12 @@
 With simulated tools and answers of other machines, and with the real ones of this machine; no output has a secret.
 """
 
-import http.server
 import os
 import resource
-import threading
+from functools import partial
 
-import fsspec
 import pytest
+from web import QuietFiles, serving
 
 from lmtrain.commands import doctor
 from lmtrain.commands.doctor import (
@@ -21,21 +20,6 @@ from lmtrain.commands.doctor import (
     look_at_services,
 )
 from lmtrain.runtime.distributed import detects_others
-
-
-@pytest.mark.parametrize(
-    ("finding", "lines"),
-    [
-        (Finding(what="disk", seen="all there"), ["ok   disk         all there"]),
-        (
-            Finding(what="disk", seen="full", state="BAD", fix="delete"),
-            ["BAD  disk         full", "                  -> delete"],
-        ),
-    ],
-)
-def test_a_finding_is_one_line_and_one_with_the_fix(finding, lines):
-    assert finding.lines() == lines
-
 
 H100 = {"backend": "gpu", "kind": "NVIDIA H100 80GB HBM3", "count": 8, "memory": 80 << 30, "right": True}
 CPU = {"backend": "cpu", "kind": "cpu", "count": 1, "memory": None, "right": True}
@@ -74,22 +58,12 @@ def test_a_machine_with_gpus_that_jax_uses(play):
     assert found[2].seen.startswith("989 TFLOP/s")
 
 
-@pytest.mark.parametrize(("platforms", "fix"), [("", "lmtrain[cuda12]"), ("cpu", "unset JAX_PLATFORMS, which is cpu")])
+@pytest.mark.parametrize(("platforms", "fix"), [("", "lmtrain[cuda12]"), ("cpu", "JAX_PLATFORMS")])
 def test_a_gpu_that_jax_does_not_use_is_bad(play, monkeypatch, platforms, fix):
     monkeypatch.setenv("JAX_PLATFORMS", platforms)
     _, finding = play("NVIDIA A100, 40960 MiB, 535.1", CPU)
     assert finding.state == "BAD"
     assert fix in finding.fix
-
-
-def test_a_driver_that_fails_is_bad(play):
-    finding = play("Failed to initialize NVML: Driver/library version mismatch", CPU, code=18)[0]
-    assert finding.state == "BAD"
-    assert finding.seen == "Failed to initialize NVML: Driver/library version mismatch"
-
-
-def test_a_driver_without_a_gpu_is_noted(play):
-    assert (play("", CPU)[0].seen, play("", CPU)[0].state) == ("no GPU", "note")
 
 
 @pytest.mark.parametrize("has_tpu", [True, False])
@@ -99,19 +73,9 @@ def test_a_tpu_that_jax_does_not_use_is_bad_and_a_compiler_for_tpus_alone_is_not
     assert (finding.state == "BAD") == ("lmtrain[tpu]" in finding.fix) == has_tpu
 
 
-@pytest.mark.parametrize(
-    ("jax", "seen"),
-    [
-        ("no response within 120 s", "JAX finds none: no response within 120 s"),
-        (
-            H100 | {"right": False},
-            "8 x NVIDIA H100 80GB HBM3 (gpu, 80.0 GiB each): wrong result of a small matrix product",
-        ),
-    ],
-)
-def test_jax_without_a_response_and_a_device_that_computes_wrongly_are_bad(play, jax, seen):
-    (finding,) = play(None, jax)
-    assert (finding.state, finding.seen) == ("BAD", seen)
+def test_a_driver_that_fails_jax_without_a_response_and_a_device_that_computes_wrongly_are_bad(play):
+    for nvidia, jax in (("Failed to initialize NVML", CPU), (None, "no response"), (None, H100 | {"right": False})):
+        assert play(nvidia, jax, code=18)[0].state == "BAD"
 
 
 def test_a_process_that_does_not_respond_is_killed(monkeypatch):
@@ -120,26 +84,11 @@ def test_a_process_that_does_not_respond_is_killed(monkeypatch):
     assert doctor._ask_jax() == "no response within 0 s"
 
 
-def test_the_last_line_of_jaxs_error_is_reported(monkeypatch):
-    monkeypatch.setattr(doctor, "_ASK", "raise RuntimeError('no backend')")
-    assert doctor._ask_jax() == "RuntimeError: no backend"
-
-
 def look_at_host() -> dict[str, Finding]:
     return {finding.what: finding for finding in look_at_machine()}
 
 
-def test_this_machine_has_no_problem_and_versions_are_those_installed():
-    found = look_at_host()
-    assert [finding for finding in found.values() if finding.state == "BAD"] == []
-    import jax
-
-    assert f"jax {jax.__version__}" in found["libraries"].seen
-    assert "cores" in found["host"].seen
-    assert "memory free" in found["host"].seen
-
-
-@pytest.mark.parametrize(("found", "seen"), [(None, "flax is missing"), ("0.0.1", "flax is 0.0.1, required is >=")])
+@pytest.mark.parametrize(("found", "seen"), [(None, "flax is missing"), ("0.0.1", "flax is 0.0.1")])
 def test_a_library_that_is_missing_or_too_old_is_bad(monkeypatch, found, seen):
     real = doctor.installed_version
     monkeypatch.setattr(doctor, "installed_version", lambda name: found if name == "flax" else real(name))
@@ -149,19 +98,10 @@ def test_a_library_that_is_missing_or_too_old_is_bad(monkeypatch, found, seen):
     assert "pip install" in libraries.fix
 
 
-def test_libraries_of_extras_are_not_required(monkeypatch):
-    real = doctor.installed_version
-    monkeypatch.setattr(
-        doctor, "installed_version", lambda name: None if name in ("ray", "torch", "trackio") else real(name)
-    )
-    assert look_at_host()["libraries"].state == "ok"
-
-
 @pytest.mark.parametrize(
     ("limit", "value", "what", "state"),
     [
         (resource.RLIMIT_NOFILE, (256, 4096), "open files", "note"),
-        (resource.RLIMIT_NOFILE, (4096, 4096), "open files", "ok"),
         (resource.RLIMIT_NOFILE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY), "open files", "ok"),
         (resource.RLIMIT_FSIZE, (1 << 20, 1 << 20), "file size", "BAD"),
     ],
@@ -174,25 +114,13 @@ def test_limits_of_the_system(monkeypatch, limit, value, what, state):
     assert bool(finding.fix) == (state != "ok")
 
 
-def test_a_full_disk_is_noted(monkeypatch):
-    usage = doctor.shutil.disk_usage("/")
-    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: usage._replace(free=1000))
-    assert look_at_host()["disk"].state == "note"
-
-
 @pytest.mark.parametrize(
     ("environment", "seen"),
     [
-        ({}, "one; several hosts without Slurm or TPUs require trainer.distributed"),
         ({"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_ID": "0", "SLURM_JOB_ID": "7"}, "one; "),
         ({"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "2"}, "Slurm: process 2 of 4"),
-        ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"}, "Open MPI: process 0 of 2"),
         ({"PMI_SIZE": "3"}, "MPI: process ? of 3"),
-        (
-            {"TPU_WORKER_HOSTNAMES": "a,b,c,d", "TPU_WORKER_ID": "3"},
-            "TPU worker 3 of 4: start the same command on each",
-        ),
-        ({"TPU_WORKER_HOSTNAMES": "localhost"}, "one; "),
+        ({"TPU_WORKER_HOSTNAMES": "a,b,c,d", "TPU_WORKER_ID": "3"}, "TPU worker 3 of 4"),
     ],
 )
 def test_index_and_number_of_processes_are_those_that_a_run_would_use(environment, seen):
@@ -200,16 +128,6 @@ def test_index_and_number_of_processes_are_those_that_a_run_would_use(environmen
     assert finding.seen.startswith(seen)
     assert finding.state == "ok"
     assert detects_others(environment) == (not seen.startswith("one; "))
-
-
-def test_a_slurm_job_without_srun_is_noted():
-    (finding,) = look_at_cluster({"SLURM_JOB_ID": "7"})
-    assert finding.state == "note"
-    assert "srun" in finding.fix
-
-
-def test_a_run_id_that_all_runs_would_share_is_noted():
-    assert list(look_at_cluster({"RUN_ID": "abc"}))[1].seen.startswith("abc, from RUN_ID")
 
 
 SECRET = "s3cr3t" * 7
@@ -231,26 +149,14 @@ def test_a_folder_is_tested_and_not_changed_or_created(tmp_path, monkeypatch, na
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize("name", ["trian.jsonl", "my*.jsonl", "config.yaml", "shard.{1..3}.jsonl.gz"])
+@pytest.mark.parametrize("name", ["my*.jsonl", "config.yaml", "shard.{1..3}.jsonl.gz"])
 def test_a_missing_file_is_bad(tmp_path, name):
     finding = look_at_place(str(tmp_path / name))
     assert (finding.state, finding.seen) == ("BAD", f"{tmp_path}/{name}: no such file")
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize(("size", "seen"), [(5, "a file of 5 B, readable in "), (1 << 40, "a file of 1.00 TiB")])
-def test_only_the_start_of_a_file_is_read(tmp_path, size, seen):
-    with open(tmp_path / "config.yaml", "wb") as file:
-        file.truncate(size)
-    assert look_at_place(str(tmp_path / "config.yaml")).seen.startswith(f"{tmp_path}/config.yaml: {seen}")
-
-
-def test_a_bucket_is_tested_and_left_unchanged():
-    assert look_at_place("memory://doctor/place").state == "ok"
-    assert fsspec.filesystem("memory").find("doctor") == []
-
-
-@pytest.mark.parametrize("place", ["nosuch://x", "/proc/nothing/here", "/dev/null/x"])
+@pytest.mark.parametrize("place", ["nosuch://x", "/dev/null/x"])
 def test_a_place_without_write_permission_is_bad(place):
     finding = look_at_place(place)
     assert finding.state == "BAD"
@@ -265,20 +171,9 @@ def test_a_store_that_returns_other_bytes_is_bad(monkeypatch, tmp_path):
 
 
 @pytest.fixture
-def server():
-    """The address of a server that answers every request with 404."""
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self):
-            self.send_error(404)
-
-        def log_message(self, *_):
-            pass
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as running:
-        threading.Thread(target=running.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{running.server_port}"
-        running.shutdown()
+def server(tmp_path):
+    with serving(partial(QuietFiles, directory=str(tmp_path))) as address:
+        yield f"http://{address}"
 
 
 @pytest.fixture
@@ -300,13 +195,8 @@ def wandb(monkeypatch, tmp_path):
     ("environment", "state", "seen"),
     [
         ({}, "note", "no API key: runs log offline"),
-        ({"WANDB_MODE": "disabled"}, "note", "WANDB_MODE is disabled"),
         ({"WANDB_API_KEY": SECRET, "WANDB_BASE_URL": "SERVER"}, "ok", "API key found, SERVER responds"),
-        (
-            {"WANDB_API_KEY": SECRET, "WANDB_BASE_URL": "http://127.0.0.1:9"},
-            "note",
-            "API key found, but http://127",
-        ),
+        ({"WANDB_API_KEY": SECRET, "WANDB_BASE_URL": "http://127.0.0.1:9"}, "note", "API key found, but http://127"),
     ],
 )
 def test_wandb_and_its_server_are_looked_at_without_showing_the_key(wandb, server, environment, state, seen):
@@ -315,11 +205,6 @@ def test_wandb_and_its_server_are_looked_at_without_showing_the_key(wandb, serve
     assert finding.seen.startswith(seen.replace("SERVER", server))
     assert SECRET not in "".join(finding.lines())
     assert ("unreachable" in finding.seen) == ("127.0.0.1:9" in environment.get("WANDB_BASE_URL", ""))
-
-
-def test_an_offline_hub_is_noted():
-    hub = next(finding for finding in look_at_services() if finding.what == "hub")
-    assert (hub.state, hub.seen) == ("note", "offline: HF_HUB_OFFLINE is set")
 
 
 def test_a_finding_shows_no_secrets():

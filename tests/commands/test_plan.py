@@ -1,6 +1,5 @@
 """`lmtrain plan` without compilers for accelerators: fake CPU devices, and the state's memory for all others."""
 
-import functools
 import json
 
 import pytest
@@ -9,9 +8,6 @@ from plan.workers import MODEL, forked_worker
 from lmtrain.commands.plan import run
 from lmtrain.plan import request
 from lmtrain.runtime.errors import UserError
-
-JSON_KEYS = {"device", "devices", "topology", "mesh", "attention", "parameters", "microbatches", "memory", "flops",
-             "hbm_bytes", "wire_bytes", "wire_minimum", "collectives", "loops"}  # fmt: skip
 
 
 @pytest.fixture
@@ -31,54 +27,26 @@ def plan(config, run_cli, tmp_path, monkeypatch):
     return lambda *flags, name=config: run_cli("plan", name, *flags)
 
 
-def test_the_steps_are_compiled_for_fake_devices_and_all_figures_are_printed(lmtrain, config, tmp_path):
-    """In processes as a user has them."""
+def test_the_steps_are_compiled_for_fake_devices_and_all_figures_are_printed(
+    lmtrain, config, tmp_path, run_cli, monkeypatch
+):
+    """In a process as a user has it; then from the cache, as JSON."""
     flags = ("--devices", "16", "--model_axis_size", "4", "--tensor_parallel_axes", "[mlp, heads]")
-    plan = functools.partial(lmtrain, "plan", config, *flags, XDG_CACHE_HOME=str(tmp_path / "kept"))
-    done = plan()
-    assert done.returncode == 0, done.stderr
-    for part in (
-        "replica 1 x data 4 x model 4",
-        "embed 64/data 4, mlp 256/model 4",
-        "500 tokens, from data.vocab_size",
-        "training step as compiled",
-        "evaluation step as compiled",
-        "all-gather",
-        "models/layers/linear.py:",
-    ):
+    done = lmtrain("plan", config, *flags, XDG_CACHE_HOME=str(tmp_path / "kept"), code=0)
+    for part in ("data 4 x model 4", "data.vocab_size", "training step", "evaluation step", "all-gather", "linear.py:"):
         assert part in done.stdout, part
-    again = plan()
-    assert again.stdout == done.stdout
-    assert "compiling" not in again.stderr  # it is read from the cache
-
-
-def test_json_alone_is_on_stdout_and_the_program_in_its_file(plan, tmp_path):
-    done = plan("--devices", "4", "--json", "--hlo", "step.txt", "--step", "train")
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert found.keys() >= JSON_KEYS
-    assert found["devices"] == 4
-    assert found["mesh"] == {"replica": 1, "data": 4, "expert": 1, "context": 1, "model": 1}
-    assert found["memory"].keys() >= {"arguments", "peak", "temporary", "capacity", "state"}
-    tokens = 64 * 64 / 4
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "kept"))
+    again = run_cli("plan", config, *flags, "--json", code=0)
+    assert "compiling" not in again.stderr
+    found = json.loads(again.stdout)
+    assert found["devices"] == 16
+    assert found["mesh"] == {"replica": 1, "data": 4, "expert": 1, "context": 1, "model": 4}
+    tokens = 64 * 64 / 16
     weights = 2 * (4 * 64 * 64 + 2 * 64 * 256) + 512 * 64
     assert found["flops"]["model"] == pytest.approx(6 * tokens * (weights - 12 * 64))  # the table is padded to 512
     assert found["flops"]["compiled"] >= found["flops"]["model"]
-    row = found["collectives"][0]
-    assert row.keys() >= {
-        "kind",
-        "devices",
-        "network",
-        "dtype",
-        "bytes",
-        "times",
-        "wire_bytes",
-        "asynchronous",
-        "where",
-    }
     assert sum(row["wire_bytes"] for row in found["collectives"]) == pytest.approx(found["wire_bytes"])
     assert {loop["times"] for loop in found["loops"]} >= {2}
-    assert "ENTRY" in (tmp_path / "step.txt").read_text()
 
 
 @pytest.fixture
@@ -96,12 +64,8 @@ def test_without_a_compiler_the_memory_of_the_state_is_printed_with_the_extra_to
     assert run([*SMALL, "--device", "l4", "--devices", "8"]) == 0
     printed = capsys.readouterr()
     assert "lmtrain[cuda12]" in printed.err
-    for part in (
-        "memory of the training state per device",
-        "50,257 tokens, from known size of gpt2",
-        "unknown whether it fits: the training state needs ",
-    ):
-        assert part in printed.out
+    assert "memory of the training state per device" in printed.out
+    assert "50,257 tokens" in printed.out
     big = ["--model.hidden_dim", "8192", "--model.num_layers", "48", "--model.num_heads", "64"]
     assert run([*SMALL, "--device", "v5litepod-4", "--json", *big]) == 1
     printed = capsys.readouterr()
@@ -109,11 +73,6 @@ def test_without_a_compiler_the_memory_of_the_state_is_printed_with_the_extra_to
     found = json.loads(printed.out)
     assert (found["fits"], found["fits_by"]) == (False, "state")
     assert found["memory"]["state"] > found["memory"]["capacity"]
-
-
-def test_a_search_without_a_compiler_says_what_to_install(without_compilers):
-    with pytest.raises(UserError, match=r"--search .* h100: pip install 'lmtrain\[cuda12\]'"):
-        run([*SMALL, "--device", "h100", "--search"])
 
 
 def test_attention_is_chosen_for_the_planned_device(plan):
@@ -140,25 +99,15 @@ def test_a_known_model_is_planned_without_downloading_it(plan):
     ("flags", "parts"),
     [
         (["--device", "h10"], ["--device h10", "h100"]),
-        (["--device", "v5p", "--topology", "7x7x7"], ["--topology 7x7x7", "8x8x8"]),
-        (["--topology", "2x2"], ["--topology", "--device"]),
         (["--slices", "2"], ["--slices", "--device"]),
-        (["--device", "h100", "--search", "--hlo", "x"], ["--hlo", "no effect"]),
-        (["--device", "h100", "--minutes", "0"], ["--minutes", "0.01 or more"]),
-        (["--compile_timeout", "-1"], ["--compile_timeout", "1 or more"]),
         (["--minutes", "nan"], ["--minutes", "0.01 or more"]),
-        (["--device", "h100", "--slices", "2"], ["--slices", "--hosts"]),
         (["--device", "v5p", "--slices", "1000000"], ["4,000,000 devices", "65,536"]),
         (["--no-compile"], ["did you mean --no_compile"]),
         (["--hlo", "nowhere/x.hlo"], ["--hlo: nowhere/x.hlo", "folder that exists"]),
         (["--hlo", "/"], ["--hlo: /", "expected a file"]),
-        (["--devices", "0"], ["--devices"]),
         (["--device", "h100", "--measure"], ["--measure", "remove --device"]),
         (["--search", "--devices", "2"], ["--search", "--device KIND", "--measure"]),
         (["--data.tokenizer", "some/unknown-tokenizer"], ["--vocab_size"]),
-        (["--vocab_size", "0"], ["--vocab_size"]),
-        (["--step", "both"], ["--step"]),
-        (["--compile_timout", "3"], ["--compile_timeout"]),
     ],
 )
 def test_user_errors_are_one_message_with_advice(without_compilers, flags, parts):
@@ -172,7 +121,7 @@ def test_a_mesh_that_does_not_divide_is_refused_by_the_worker_as_by_training(pla
     done = plan("--devices", "12", "--model_axis_size", "5")
     assert done.returncode == 2, done.stdout
     assert "Traceback" not in done.stderr
-    assert "trainer.model_axis_size: 12 devices do not divide by 5; it could be 4 or 6" in done.stderr
+    assert "trainer.model_axis_size: 12 devices" in done.stderr
 
 
 @pytest.mark.long
@@ -185,7 +134,9 @@ def test_after_a_timeout_of_the_compiler_the_memory_of_the_state_is_printed(plan
 
 
 @pytest.mark.long
-def test_measure_runs_candidates_on_this_machine(plan):
+def test_the_program_is_written_and_measure_runs_candidates_on_this_machine(plan, tmp_path):
+    plan("--devices", "1", "--hlo", "step.txt")
+    assert "ENTRY" in (tmp_path / "step.txt").read_text()
     done = plan("--measure", "--minutes", "0.02", "--model.num_layers", "1", "--trainer.train_batch_size", "4")
     assert done.returncode == 0, done.stderr
     assert "s per step" in done.stdout

@@ -31,19 +31,6 @@ def test_a_dry_run_lists_the_shards_that_are_missing_and_writes_nothing(run_cli,
     assert shown == "cache/train: complete, nothing to do\ncache/validation: complete, nothing to do\n"
 
 
-def test_a_dry_run_with_a_missing_demo_says_what_is_made_first(run_cli, tmp_path):
-    (tmp_path / "demo.yaml").write_text("data: {demo: corpus, cache_dir: cache}\n")
-    shown = run_cli("preprocess", "demo.yaml", "--dry-run", code=0).stdout
-    assert shown == (
-        "corpus: the demo corpus and its tokenizer will be created first; the shards are not known before\n"
-    )
-
-
-def test_listing_and_showing_exclude_each_other(run_cli):
-    done = run_cli("preprocess", "tiny.yaml", "--show", "1", "--dry-run", code=2)
-    assert "argument --dry-run: not allowed with argument --show" in done.stderr
-
-
 def test_reading_files_of_token_ids_shows_progress_and_stops_at_a_signal(run_cli, tmp_path, monkeypatch):
     names = ["a.bin", "b.bin"]
     for number, name in enumerate(names):

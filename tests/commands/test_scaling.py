@@ -8,11 +8,9 @@ import yaml
 from report.made import Page
 from scaling.made_ladder import BASE, LADDER, LAW, dirs, write_ladder, write_log, write_results
 
-from lmtrain.commands import scaling
 from lmtrain.commands.scaling import read_ladder
 from lmtrain.config.load import load_config
 from lmtrain.run.config import RunConfig
-from lmtrain.scaling.describe import count
 from lmtrain.scaling.ladder import multiplying_parameters
 from lmtrain.scaling.points import points
 from lmtrain.scaling.predict import tokens_of
@@ -58,12 +56,6 @@ def test_the_status_is_a_table(tmp_path, run_cli):
     ]
 
 
-def test_the_best_rate_at_the_end_of_the_list_is_said(tmp_path, run_cli):
-    path = write_ladder(tmp_path, learning_rates=[1e-2, 2e-2])
-    write_results(tmp_path, path, done=lambda point: point.size == 0)
-    assert "it is the lowest tried, add lower ones" in run_cli("scaling", "status", path, code=0).stdout
-
-
 def test_the_fit_is_the_law(done, run_cli):
     text = run_cli("scaling", "fit", "ladder.yaml", code=0).stdout
     assert "ladder: 12 runs of 4 sizes" in text
@@ -77,16 +69,6 @@ def test_the_fit_is_the_law(done, run_cli):
     for name in found["unidentified"]:
         assert f"{found['law'][name]:.4g}" in text
     assert ("NOT IDENTIFIED" in text) == bool(found["unidentified"])
-
-
-def test_a_run_that_is_far_from_the_law_is_named(tmp_path, run_cli):
-    ladder = write_results(tmp_path, write_ladder(tmp_path))
-    assert "outlier" not in run_cli("scaling", "fit", "ladder.yaml", code=0).stdout
-    point = points(ladder, [1e-2] * 4)[7]
-    write_log(tmp_path, point, 1.5 * LAW.loss(point.parameters, point.tokens))
-    text = run_cli("scaling", "fit", "ladder.yaml", code=0).stdout
-    (line,) = [line for line in text.splitlines() if line.startswith("residuals ")]
-    assert f"of {point.id}; an outlier" in line
 
 
 def test_a_prediction_has_a_loss_and_a_cost(done, tmp_path, run_cli):
@@ -105,45 +87,29 @@ def test_a_prediction_has_a_loss_and_a_cost(done, tmp_path, run_cli):
     assert "does not know" not in text
 
 
-def test_the_speed_can_be_given(done, run_cli):
-    command = ("scaling", "predict", "ladder.yaml", "--config", "big.yaml", "--json")
-    flags = ("--device", "h100", "--devices", 64, "--mfu", 0.5)
-    answer = json.loads(run_cli(*command, *flags, code=0).stdout)
-    assert answer["device_hours"] == pytest.approx(answer["flops"] / (0.5 * 989.4e12) / 3600, rel=1e-3)
-    other = json.loads(run_cli(*command, "--run", "ladder-16x1-20x-lr0.01-seed0", code=0).stdout)
-    assert other["device_hours"] == pytest.approx(answer["flops"] / 25e9 / 3600)
-
-
 @pytest.mark.parametrize(
     ("changes", "optimizer", "expected"),
     [
         ({}, {"weight_decay": 0.2}, "optimizer.weight_decay 0.2 (ladder: 0.1)"),
         ({}, {"learning_rate": 1.0}, "optimizer.learning_rate 1.0 (ladder: 0.01)"),
         ({}, {"decay": 0.9}, "optimizer.decay 0.9 (ladder: 0.2)"),
-        ({}, {"max_grad_norm": 0.01}, "optimizer.max_grad_norm 0.01 (ladder: unset)"),
         ({"model": BIG | {"initializer_range": 0.001}}, {}, "model.initializer_range 0.001 (ladder: unset)"),
-        ({"z_loss_weight": 1.0}, {}, "z_loss_weight 1.0 (ladder: 0.0)"),
         ({"transfer": None}, {}, "transfer unset (ladder: {'base': {'hidden_dim': 16,"),
     ],
 )
 def test_what_the_law_does_not_know_is_said(done, tmp_path, run_cli, changes, optimizer, expected):
     write_big(tmp_path, changes, **optimizer)
     command = ("scaling", "predict", "ladder.yaml", "--config", "big.yaml")
-    text = run_cli(*command, code=0).stdout
-    assert f"the law does not know the effect of:\n  {expected}" in text
     (effect,) = json.loads(run_cli(*command, "--json", code=0).stdout)["unknown_effects"]
     assert effect.startswith(expected)
-    run_cli("report", "--scaling", "ladder.yaml", "--predict", "big.yaml", code=0)
-    assert "the law does not know the effect of" in (tmp_path / "ladder-report.html").read_text()
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model": BIG | {"type": "gpt2"}}, "model.type is gpt2, that of the ladder llama"),
-        ({"data": BASE["data"] | {"tokenizer": "byte"}}, "data.tokenizer is byte, that of the ladder"),
+        ({"model": BIG | {"type": "gpt2"}}, "model.type is gpt2"),
+        ({"data": BASE["data"] | {"tokenizer": "byte"}}, "data.tokenizer is byte"),
         ({"initialize_from_hf": "gpt2"}, "config sets initialize_from_hf: a ladder and its law"),
-        ({"epoch": 1}, "config sets epoch: the length of a run"),
     ],
 )
 def test_configs_of_another_scale_are_refused(done, tmp_path, run_cli, changes, message):
@@ -156,14 +122,6 @@ def test_configs_of_another_scale_are_refused(done, tmp_path, run_cli, changes, 
     assert message in ended.stderr
 
 
-def test_repeated_data_of_the_large_run_is_said(done, tmp_path, run_cli, monkeypatch):
-    monkeypatch.setattr(scaling, "train_tokens", lambda config: 5e6)
-    command = ("scaling", "predict", "ladder.yaml", "--config", "big.yaml", "--hours", 0.015, "--device", "h100")
-    text = run_cli(*command, "--mfu", 0.4, code=0).stdout
-    assert "repeated data (1.28 epochs)" in text
-    assert text.count("repeated data") == 2
-
-
 def test_only_files_of_the_command_are_overwritten(done, tmp_path, run_cli):
     before = (tmp_path / "big.yaml").read_text()
     command = ("scaling", "predict", "ladder.yaml", "--hours", 1, "--device", "h100", "--mfu", 1e-4, "--write")
@@ -174,19 +132,10 @@ def test_only_files_of_the_command_are_overwritten(done, tmp_path, run_cli):
         run_cli(*command, "best.yaml", code=0)
 
 
-def test_many_heads_are_a_multiple_of_eight(done, tmp_path, run_cli):
-    write_big(tmp_path, {"model": BIG | {"num_heads": 32}})
-    flags = ("--config", "big.yaml", "--device", "h100", "--mfu", 0.4, "--hours", 0.005, "--json")
-    best = json.loads(run_cli("scaling", "predict", "ladder.yaml", *flags, code=0).stdout)["best"]
-    assert best["settings"]["model.num_heads"] > 16
-    assert best["settings"]["model.num_heads"] % 8 == 0
-
-
 @pytest.mark.parametrize(
     ("flags", "batch", "message"),
     [
         (("--hours", 10, "--device", "h100", "--mfu", 0.4), 4, "times the largest N of the ladder, and 100 times are"),
-        (("--hours", 1e6, "--device", "h100", "--devices", 65_536, "--mfu", 0.4), 4, "use a smaller budget"),
         (("--hours", 1e-6), 4, "less than the smallest N of the ladder"),
         (("--hours", 1e-4, "--device", "h100", "--mfu", 0.4), 16_384, "and 100 are the fewest"),
     ],
@@ -215,19 +164,14 @@ def test_a_law_that_is_not_identified_has_no_best_size(tmp_path, run_cli):
 
 def test_the_best_run_is_a_config(done, tmp_path, run_cli):
     flags = ("--device", "h100", "--devices", 8, "--mfu", 0.4, "--hours", 0.001)
-    command = ("scaling", "predict", "ladder.yaml", *flags)
-    answer = json.loads(run_cli(*command, "--json", code=0).stdout)["best"]
+    command = ("scaling", "predict", "ladder.yaml", *flags, "--write", "best.yaml", "--json")
+    answer = json.loads(run_cli(*command, code=0).stdout)["best"]
     assert answer["flops"] == pytest.approx(8 * 0.4 * 989.4e12 * 3.6, rel=0.05)
     low, high = answer["range"]
     assert low < answer["parameters"] < high
     least, most = answer["size_interval"]
     assert 1.1 < most / least < 2
-    text = run_cli(*command, code=0).stdout
-    assert f"({count(least)} to {count(most)} with 95 %)" in text
     assert answer["loss"] == pytest.approx(LAW.loss(answer["parameters"], answer["tokens"]), rel=0.02)
-    text = run_cli(*command, "--write", "best.yaml", code=0).stdout
-    assert "does not know" not in text
-    assert "config    best.yaml" in text
     run_cli("config", "check", "best.yaml", code=0)
     config = load_config(RunConfig, str(tmp_path / "best.yaml")).config
     assert multiplying_parameters(config.model, done.vocab_size) == answer["parameters"]
@@ -270,11 +214,10 @@ SECRETS = {
 }
 
 
-@pytest.mark.parametrize("flags", [("--commands",), ("--slurm", "jobs")])
-def test_commands_have_no_secrets(tmp_path, run_cli, monkeypatch, flags):
+def test_commands_have_no_secrets(tmp_path, run_cli, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = write_ladder(tmp_path, overrides=SECRETS)
-    ended = run_cli("scaling", "run", path, *flags, code=0)
+    ended = run_cli("scaling", "run", path, "--slurm", "jobs", code=0)
     files = [file.read_text() for file in (tmp_path / "jobs").glob("*")]
     text = "\n".join([ended.stdout, ended.stderr, *files])
     for secret in ("pass-word-1", "signature-2", "key-of-wandb-3", "token-4"):
@@ -293,10 +236,8 @@ def test_commands_have_no_secrets(tmp_path, run_cli, monkeypatch, flags):
 
 def test_secrets_of_folders_are_in_no_command(tmp_path, run_cli):
     """The URL from which a branch starts is that of the config's checkpoints."""
-    base = BASE | {
-        "trainer": BASE["trainer"] | dirs(tmp_path) | {"checkpointer": {"base_path": "s3://me:word@bucket/"}}
-    }
-    path = write_ladder(tmp_path, base)
+    trainer = BASE["trainer"] | dirs(tmp_path) | {"checkpointer": {"base_path": "s3://me:word@bucket/"}}
+    path = write_ladder(tmp_path, BASE | {"trainer": trainer})
     lines = run_cli("scaling", "run", path, "--commands", code=0).stdout.splitlines()
     assert "word" not in "\n".join(lines)
     assert [sum(part in line for line in lines) for part in ("--trainer.id", "--only")] == [4, 8]
@@ -311,44 +252,19 @@ def test_one_run_of_a_ladder_is_one_that_it_has(tmp_path, run_cli):
     assert "which is no complete checkpoint" in ended.stderr
 
 
-def test_commands_of_a_ladder_without_rates_say_that_more_follow(tmp_path, run_cli):
-    write_ladder(tmp_path, **RATES)
-    lines = run_cli("scaling", "run", "ladder.yaml", "--commands", code=0).stdout.splitlines()
-    assert len(lines) == 5
-    assert lines[-1].startswith("# Run `lmtrain scaling run` again when these are done")
-
-
-def test_a_complete_ladder_has_no_commands(done, tmp_path, run_cli):
-    ended = run_cli("scaling", "run", "ladder.yaml", "--slurm", "jobs", code=0)
-    assert (ended.stdout, ended.stderr) == ("", "ladder: all runs are done\n")
-    assert not (tmp_path / "jobs").exists()
-
-
-def test_a_complete_ladder_runs_nothing(done, run_cli):
-    ended = run_cli("scaling", "run", "ladder.yaml", code=0)
-    assert ended.stderr == ""
-    assert ended.stdout.splitlines()[-1] == "complete"
-
-
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("run", "--commands", "--slurm", "jobs"), "--commands and --slurm: choose one"),
-        (("run", "--commands", "--only", "x"), "--commands and --only: choose one"),
-        (("fit", "--hours", 1), "--hours: is for `lmtrain scaling predict`"),
-        (("status", "--slurm", "x"), "--slurm: is for `lmtrain scaling run`"),
-        (("predict", "--hours", 1, "--device", "h100", "--mfu", 0.5, "--efficiency", 0.5), "remove one"),
-        (("predict", "--hours", 1e9), "--hours 1e+09: expected at most 1e+06"),
-        (("predict",), "predict: add --config BIG"),
-        (("predict", "--hours", 1, "--mfu", 0.5), "--mfu: is for --device KIND"),
-        (("predict", "--hours", 1, "--efficiency", 0.5), "--efficiency: is for --device KIND"),
-        (("predict", "--hours", 1, "--device", "h100", "--run", "one"), "--run is the speed of a run"),
-        (("predict", "--config", "big.yaml", "--write", "best.yaml"), "--write: needs --hours H"),
-        (("predict", "--hours", 1, "--mfu", 2), "expected a fraction"),
+        (("run", "--commands", "--slurm", "jobs"), "--commands and --slurm"),
+        (("fit", "--hours", 1), "--hours: "),
+        (("predict",), "--config"),
+        (("predict", "--hours", 1, "--efficiency", 0.5), "--efficiency: "),
+        (("predict", "--config", "big.yaml", "--write", "best.yaml"), "--write: "),
+        (("predict", "--hours", 1, "--mfu", 2), "--mfu"),
         (("predict", "--hours", 1, "--device", "h1000"), "h1000"),
-        (("predict", "--hours", 1, "--run", "none"), "none has no log with its speed"),
+        (("predict", "--hours", 1, "--run", "none"), "none "),
         (("predict", "--config", "nothing.yaml"), "nothing.yaml"),
-        (("predict", "--hours", 0.01, "--write", "no/best.yaml"), "--write no/best.yaml cannot be written"),
+        (("predict", "--hours", 0.01, "--write", "no/best.yaml"), "--write no/best.yaml: "),
     ],
 )
 def test_bad_arguments_are_errors(done, run_cli, flags, message):
@@ -359,22 +275,19 @@ def test_bad_arguments_are_errors(done, run_cli, flags, message):
     assert ended.stdout == ""
 
 
-def test_a_config_is_no_ladder(tmp_path, run_cli):
-    write_big(tmp_path)
-    ended = run_cli("scaling", "status", "big.yaml", code=2)
-    assert ended.stderr == "lmtrain: error: big.yaml is the config of a run, not a ladder, which has config and sizes\n"
-
-
-def test_a_report_of_a_complete_ladder_has_plots_and_predictions(done, tmp_path, run_cli):
+def test_a_complete_ladder_runs_nothing_and_its_report_has_plots_and_predictions(done, tmp_path, run_cli):
+    assert run_cli("scaling", "run", "ladder.yaml", "--slurm", "jobs", code=0).stdout == ""
+    assert not (tmp_path / "jobs").exists()
+    assert run_cli("scaling", "run", "ladder.yaml", code=0).stderr == ""
+    assert "sizes" in run_cli("scaling", "status", "big.yaml", code=2).stderr  # the config of a run
     command = ("report", "--scaling", "ladder.yaml", "--predict", "big.yaml")
     out = run_cli(*command, code=0).stdout
     page = (tmp_path / "ladder-report.html").read_text()
     assert Page(page).problems == []
     plots = sorted(path.name for path in (tmp_path / "ladder-report-plots").iterdir())
     assert f"{len(plots)} plots in ladder-report-plots" in out
-    for part in ("big.yaml", "beyond    the ladder", "backtest", "ladder-64x4-20x-lr0.01-seed0"):
+    for part in ("big.yaml", "backtest", "ladder-64x4-20x-lr0.01-seed0"):
         assert part in page, part
-    assert all((tmp_path / "ladder-report-plots" / name).stat().st_size > 5000 for name in plots)
     assert len(plots) == 3
 
 

@@ -36,11 +36,7 @@ SIZES = st.sampled_from([{}, {"hidden_dim": 64, "num_heads": 4}, {"hidden_dim": 
 MODEL = st.builds(
     lambda sizes, rest: sizes | rest,
     SIZES,
-    section(
-        type=st.sampled_from(["gpt2", "llama", "mpt", "backpack"]),
-        num_layers=STEPS,
-        layer_norm_epsilon=POSITIVE,
-    ),
+    section(type=st.sampled_from(["gpt2", "llama", "mpt", "backpack"]), num_layers=STEPS, layer_norm_epsilon=POSITIVE),
 )
 WANDB = section(type=st.just("wandb"), project=st.none() | TEXT, tags=st.lists(TEXT, max_size=3), id=NAME)
 TRACKER = st.one_of(WANDB, st.just({"type": "json"}), st.builds(lambda d: {"type": "tensorboard", "logdir": d}, TEXT))
@@ -76,7 +72,7 @@ CONFIG = section(
 )
 
 
-@settings(max_examples=30, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=10, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(data=CONFIG)
 def test_shown_and_dumped_configs_load_as_the_same_config(data, tmp_path_factory):
     try:

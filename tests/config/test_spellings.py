@@ -7,19 +7,13 @@ import yaml
 
 from lmtrain.config.describe import describe
 from lmtrain.config.load import load_config
-from lmtrain.config.spellings import ADVICE, combine
-from lmtrain.config.tree import ConfigTree
+from lmtrain.config.spellings import ADVICE
 from lmtrain.run.config import RunConfig
 from lmtrain.runtime.errors import UserError
 
 
 @pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("batch_size", "train_batch_size"),
-        ("eval_per_device_parallelism", "per_device_eval_parallelism"),
-        ("per_device_train_parallelism", "per_device_parallelism"),
-    ],
+    ("old", "new"), [("batch_size", "train_batch_size"), ("per_device_train_parallelism", "per_device_parallelism")]
 )
 @pytest.mark.parametrize("by_flag", [False, True])
 def test_another_name_sets_the_current_setting_with_a_notice_if_it_is_deprecated(load, old, new, by_flag):
@@ -42,8 +36,6 @@ def test_the_command_line_wins_with_either_name(load, in_file, by_flag):
     ("text", "include"),
     [
         ("!include other.yaml\ntrainer: {train_batch_size: 4}\n", "trainer: {batch_size: 8}\n"),
-        ("<<: !include other.yaml\ntrainer: {batch_size: 4}\n", "trainer: {train_batch_size: 8}\n"),
-        ("trainer: {<<: !include other.yaml, train_batch_size: 4}\n", "batch_size: 8\n"),
         ("trainer:\n  <<: [!include other.yaml]\n  batch_size: 4\n", "train_batch_size: 8\n"),
     ],
 )
@@ -53,16 +45,14 @@ def test_a_file_wins_over_its_includes_with_either_name(load, text, include):
 
 
 def test_both_names_in_one_file_are_an_error_with_both_lines(load):
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError, match=r"main.yaml:2: trainer.batch_size: .* main.yaml:3"):
         load("trainer:\n  batch_size: 8\n  train_batch_size: 8\n")
-    message = "main.yaml:2: trainer.batch_size: the same as trainer.train_batch_size at main.yaml:3; remove one"
-    assert str(caught.value) == message
 
 
 def test_a_model_nested_below_its_family_is_unwrapped(load):
     config, layer = load("model:\n  gpt2:\n    num_layers: 2\n", ("model.num_heads", "6"))
     assert (config.model.type, config.model.num_layers, config.model.num_heads) == ("gpt2", 2, 6)
-    assert layer.notices == ["main.yaml:2: 'model: {gpt2: ...}' is now written 'model: {type: gpt2, ...}'"]
+    assert len(layer.notices) == 1
     assert str(layer.origin_of(("model", "num_layers"))) == "main.yaml:3"
 
 
@@ -77,12 +67,9 @@ def test_a_flag_with_the_family_in_its_name_applies_to_both_forms(load):
     [
         ("", ["wandb"]),
         ("tracker: {project: p}", ["wandb"]),
-        ("tracker: {type: wandb, project: p}", ["wandb"]),
         ("tracker: {type: json}", ["json", "wandb"]),
         ("tracker: [{type: json}, {project: p}, {type: noop}]", ["json", "wandb", "noop"]),
-        ("tracker: [{type: json}]", ["json", "wandb"]),
         ("wandb: {project: p}", ["wandb"]),
-        ("wandb: null", ["wandb"]),
     ],
 )
 def test_wandb_flags_apply_to_the_wandb_tracker(load, tracker, types):
@@ -91,39 +78,13 @@ def test_wandb_flags_apply_to_the_wandb_tracker(load, tracker, types):
     assert [tracker.type for tracker in trackers] == types
     wandb = next(tracker for tracker in trackers if tracker.type == "wandb")
     assert (wandb.name, wandb.group, wandb.project) == ("n", "g", "p" if "project" in tracker else None)
-    assert "--trainer.wandb.name: trainer.wandb is now called trainer.tracker, with type: wandb" in layer.notices
+    assert any(notice.startswith("--trainer.wandb.name: ") for notice in layer.notices)
 
 
-def test_a_wandb_section_in_a_file_is_the_tracker(load):
-    config, layer = load("trainer:\n  wandb:\n    project: p\n    tags: [a]\n")
-    (wandb,) = config.trainer.tracker
-    assert (wandb.type, wandb.project, wandb.tags) == ("wandb", "p", ["a"])
-    assert str(layer.origin_of(("trainer", "tracker", "project"))) == "main.yaml:3"
-    assert load("trainer:\n  wandb: null\n")[0] == RunConfig()
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (
-            "trainer:\n  wandb: {}\n  tracker: {}\n",
-            "main.yaml:2: trainer.wandb: an older name of trainer.tracker, set at",
-        ),
-        ("trainer:\n  wandb: true\n", "main.yaml:2: trainer.wandb: expected a map of settings"),
-    ],
-)
-def test_an_invalid_wandb_section_is_an_error(load, text, message):
-    with pytest.raises(UserError) as caught:
+@pytest.mark.parametrize("text", ["trainer:\n  wandb: {}\n  tracker: {}\n", "trainer:\n  wandb: true\n"])
+def test_an_invalid_wandb_section_is_an_error(load, text):
+    with pytest.raises(UserError, match=r"^main.yaml:2: trainer.wandb: "):
         load(text)
-    assert str(caught.value).startswith(message)
-
-
-def test_combine_does_not_change_its_arguments():
-    under = ConfigTree({"data": {"demo": "d"}, "trainer": {"tracker": [{"type": "json"}]}})
-    over = ConfigTree({"data": {"id": "i"}, "trainer": {"wandb": {"name": "n"}, "batch_size": 3}})
-    combine(under, over)
-    assert under.data == {"data": {"demo": "d"}, "trainer": {"tracker": [{"type": "json"}]}}
-    assert over.data == {"data": {"id": "i"}, "trainer": {"wandb": {"name": "n"}, "batch_size": 3}}
 
 
 @pytest.mark.parametrize("at", ["data", "data.configs.chats"])
@@ -133,17 +94,12 @@ def test_levanters_formats_of_instructions_load_with_a_notice(load, at):
     config, layer = load(text)
     source = config.data if at == "data" else config.data.configs["chats"]
     assert (source.format.type, source.format.loss_on) == ("chat", "assistant")
-    (notice,) = layer.notices
-    assert notice.endswith(f"{at}.format.mask_user_turns is now written {at}.format.loss_on: assistant")
+    assert f"{at}.format.mask_user_turns" in layer.notices[0]
     old = inner.replace("chat, mask_user_turns: true", "supervised, input_field: q, output_field: a")
     config, layer = load(text.replace(inner, old))
     source = config.data if at == "data" else config.data.configs["chats"]
     assert (source.format.type, source.format.input_field, source.format.output_field) == ("completion", "q", "a")
-    (notice,) = layer.notices
-    assert "supervised is now called completion" in notice
-
-
-def test_loss_on_all_messages_in_levanters_form(load):
+    assert len(layer.notices) == 1
     assert load("data: {format: {type: chat, mask_user_turns: false}}\n")[0].data.format.loss_on == "all"
     with pytest.raises(UserError, match="mask_user_turns"):
         load("data: {format: {type: chat, mask_user_turns: false, loss_on: last}}\n")
@@ -163,8 +119,10 @@ FLAGS = {
 }
 
 
-@pytest.mark.parametrize("flag", FLAGS)
-@pytest.mark.parametrize("kind", DATA)
+@pytest.mark.parametrize(
+    ("kind", "flag"),
+    [*zip(DATA, DATA, strict=True), ("demo", "urls"), ("urls", "configs"), ("id", "demo"), ("configs", "id")],
+)
 def test_a_source_on_the_command_line_replaces_one_of_another_kind_with_a_notice(load, kind, flag):
     _, layer = load(DATA[kind], FLAGS[flag])
     (written,) = yaml.safe_load(DATA[kind]).values()
@@ -200,26 +158,17 @@ def test_another_type_on_the_command_line_drops_settings_that_it_does_not_have(l
     assert [tracker.type for tracker in config.trainer.tracker] == ["json"]
     assert (config.optimizer.type, config.optimizer.learning_rate) == ("sophia-h", 2e-4)
     assert (config.model.type, config.model.num_layers) == ("llama", 3)
-    assert tree.notices == [
-        "--trainer.tracker: ignoring trainer.tracker.project (main.yaml:3): json has no such setting",
-        "--optimizer.type: ignoring optimizer.nesterov (main.yaml:6): sophia-h has no such setting",
-        "--model.type: ignoring model.mlp_scale (main.yaml:9): llama has no such setting",
-    ]
-
-
-def test_the_same_type_on_the_command_line_drops_nothing(load):
-    with pytest.raises(UserError, match=r"main\.yaml:1: model\.num_layer: no such setting"):
-        load("model: {num_layer: 2}\n", ("model.type", "gpt2"))
+    ignored = ("tracker.project (main.yaml:3)", "optimizer.nesterov (main.yaml:6)", "model.mlp_scale (main.yaml:9)")
+    assert [name in notice for name, notice in zip(ignored, tree.notices, strict=True)] == [True] * 3
 
 
 SETTINGS = {setting.name for group in describe(RunConfig) for setting in group.settings}
 
 
-@pytest.mark.parametrize("name", ADVICE)
-def test_advice_names_existing_settings_for_a_name_that_does_not_exist(name):
-    assert not [setting for setting in SETTINGS if setting.rpartition(".")[2] == name]
-    for named in re.findall(r"\b(?:data|model|trainer|optimizer)\.[a-z_.]*[a-z_]", ADVICE[name]):
-        assert named in SETTINGS, named
+def test_advice_names_existing_settings_for_a_name_that_does_not_exist():
+    assert not [setting for setting in SETTINGS if setting.rpartition(".")[2] in ADVICE]
+    named = re.findall(r"\b(?:data|model|trainer|optimizer)\.[a-z_.]*[a-z_]", " ".join(ADVICE.values()))
+    assert [name for name in named if name not in SETTINGS] == []
 
 
 def test_an_unknown_setting_gets_the_advice_with_its_place(tmp_path):
@@ -228,14 +177,16 @@ def test_an_unknown_setting_gets_the_advice_with_its_place(tmp_path):
     with pytest.raises(UserError) as error:
         load_config(RunConfig, str(path), [("trainer.require_accelerator", "true"), ("trainer.num_train_step", "3")])
     lines = [line.strip() for line in str(error.value).splitlines()[1:]]
-    assert f"{path}:4: optimizer.cooldown: no such setting; set optimizer.decay" in lines
-    assert any(line.startswith(f"{path}:2: model.n_layer: no such setting; set model.num_layers") for line in lines)
-    assert any(line.startswith("--trainer.require_accelerator: no such setting; remove it") for line in lines)
-    assert "--trainer.num_train_step: no such setting; did you mean trainer.num_train_steps?" in lines
+    for place, advice in (
+        (f"{path}:4: optimizer.cooldown: ", "optimizer.decay"),
+        (f"{path}:2: model.n_layer: ", "model.num_layers"),
+        ("--trainer.require_accelerator: ", "remove it"),
+        ("--trainer.num_train_step: ", "trainer.num_train_steps?"),
+    ):
+        assert any(line.startswith(place) and advice in line for line in lines), place
 
 
-@pytest.mark.parametrize("by_flag", [False, True])
-@pytest.mark.parametrize("listed", [False, True])
+@pytest.mark.parametrize(("by_flag", "listed"), [(False, False), (True, True)])
 def test_keywords_of_wandb_are_set_in_init_with_a_notice(load, by_flag, listed):
     tracker = "{project: p, notes: n, job_type: null, init: {force: true}}"
     text = f"trainer:\n  tracker: {f'[{{type: json}}, {tracker}]' if listed else tracker}\n"

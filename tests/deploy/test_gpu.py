@@ -49,7 +49,6 @@ def test_variables_set_by_the_user_stay_and_the_image_has_the_same_settings():
     for given, expected in (
         ({}, "0.9  "),
         ({"XLA_FLAGS": "--xla_dump_to=x"}, "0.9  --xla_dump_to=x"),
-        ({"XLA_CLIENT_MEM_FRACTION": "0.5"}, "0.5  "),
         ({"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.6"}, " 0.6 "),  # jax refuses both
     ):
         twice = sourced(f". '{GPU}/env.sh'; {SHOW}", **given)

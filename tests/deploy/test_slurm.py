@@ -11,7 +11,7 @@ JOB = {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES"
 
 def test_a_mistake_ends_the_job_before_it_starts_processes(tmp_path):
     for given, named in (
-        ({"PROCESSES": "gpu"}, "PROCESSES=gpu needs GPUs: sbatch --gpus-per-node"),
+        ({"PROCESSES": "gpu"}, "PROCESSES=gpu"),
         ({"PROCESSES": "gpus"}, "PROCESSES: "),
         ({"MAX_REQUEUES": "many"}, "MAX_REQUEUES: "),
     ):

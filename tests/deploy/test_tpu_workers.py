@@ -85,12 +85,6 @@ print("arrived")
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
 
 
-def test_a_program_that_is_not_found_is_one_clear_line(desk):
-    done = desk.babysit("--", "no-such-program", code=127)
-    assert "not found on this worker: no-such-program" in done.stdout
-    assert desk.vm is None
-
-
 def git(folder: Path, *words: str) -> None:
     subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", *words], cwd=folder, check=True)
 
@@ -136,24 +130,6 @@ def test_spin_up_creates_and_sets_up_every_worker_with_the_committed_files(desk,
     assert not (homes[0] / "lmtrain" / "deploy" / "tpu" / "launch.old").exists()
 
 
-def test_spin_up_clones_a_repository_at_a_branch(desk, tmp_path):
-    checkout = own_repository(tmp_path / "elsewhere")
-    git(checkout, "checkout", "-q", "-b", "other")
-    (checkout / "which").write_text("the branch")
-    git(checkout, "commit", "-qam", "2")
-    git(checkout, "checkout", "-q", "main")
-    desk.do("spin-up", *PLACE, *MADE_OF, "-r", f"file://{checkout}", "-b", "other")
-    assert (desk.home(1, 0) / "done").read_text() == "installed tpu from the branch\n"
-
-
-def test_a_failed_set_up_is_reported_with_its_exit_code(desk):
-    desk.setup.write_text("echo broken >&2; exit 9")
-    done = desk.spin_up(code=9)
-    assert "broken" in done.stdout
-    assert "exit code 9" in done.stderr
-    assert "my-tpu is not deleted and costs money" in done.stderr
-
-
 def test_launch_leaves_the_command_running_with_a_log_and_refuses_a_second_start(desk):
     desk.make_vm()
     (desk.home(0, 0) / "lmtrain").mkdir()
@@ -179,9 +155,8 @@ def test_launch_leaves_the_command_running_with_a_log_and_refuses_a_second_start
     assert launch().returncode == 0
 
 
-@pytest.mark.parametrize("state", ["PREEMPTED", "TERMINATED"])
-def test_a_vm_in_another_state_is_recreated(desk, state):
-    desk.make_vm(state=state)
+def test_a_vm_in_another_state_is_recreated(desk):
+    desk.make_vm(state="TERMINATED")
     desk.babysit("--", "true")
     assert desk.verbs() == ["describe", "delete", "describe", "create", "describe", "scp", "ssh", "delete"]
 

@@ -8,7 +8,7 @@ os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import HTTPServer
 from pathlib import Path
 
 import fsspec
@@ -16,7 +16,7 @@ import pytest
 from etils.epath import backend
 from remote.google_storage import running_server
 from remote.proxy import Proxy, proxied
-from web import serving
+from web import QuietFiles, serving
 
 from lmtrain.checkpoint.checkpointer import Checkpointer
 from lmtrain.checkpoint.config import CheckpointerConfig
@@ -154,7 +154,7 @@ def make(store: Store, staging: Path) -> Iterator[Callable[..., Checkpointer]]:
     backend.fsspec_backend._get_filesystem.cache_clear()
 
 
-class _Refuse(BaseHTTPRequestHandler):
+class _Refuse(QuietFiles):
     """Answers as Google without credentials, and as Amazon without permission."""
 
     protocol_version = "HTTP/1.1"  # s3fs sends `Expect: 100-continue` before it writes
@@ -176,9 +176,6 @@ class _Refuse(BaseHTTPRequestHandler):
                 self.wfile.write(body)
 
     do_GET = do_HEAD = do_POST = do_PUT = _answer  # noqa: N815  # names that http.server looks for
-
-    def log_message(self, *arguments: object) -> None:
-        pass
 
 
 @pytest.fixture(params=["gs without credentials", "s3 without credentials", "s3 without permission"])

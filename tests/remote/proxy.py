@@ -8,10 +8,9 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from enum import Enum
-from http.server import BaseHTTPRequestHandler
 from typing import NamedTuple, NoReturn
 
-from web import serving
+from web import QuietFiles, serving
 
 
 class Request(NamedTuple):
@@ -101,7 +100,7 @@ def proxied(target: int) -> Iterator[Proxy]:
     """A running proxy to the local port `target`."""
     proxy = Proxy(target)
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(QuietFiles):
         protocol_version = "HTTP/1.1"  # s3fs sends `Expect: 100-continue` before it writes
         disable_nagle_algorithm = True
 
@@ -158,9 +157,6 @@ def proxied(target: int) -> Iterator[Proxy]:
         def handle_one_request(self) -> None:
             with suppress(ConnectionError):  # a client that was killed, or that drops its connections
                 super().handle_one_request()
-
-        def log_message(self, *arguments: object) -> None:
-            pass
 
     with serving(Handler) as proxy.address:
         yield proxy

@@ -65,7 +65,9 @@ def test_a_saved_checkpoint_is_found_verified_and_loaded(make, store, staging):
             load(path, part, 10)
 
 
-@pytest.mark.parametrize("corruption", ["flipped bit", pytest.param("shorter", marks=pytest.mark.long), "deleted"])
+@pytest.mark.parametrize(
+    "corruption", ["flipped bit", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("shorter", "deleted"))]
+)
 def test_a_corrupt_object_is_found(make, store, corruption, caplog):
     checkpointer = make()
     for step in (1, 2):

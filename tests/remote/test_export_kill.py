@@ -83,8 +83,9 @@ def test_a_killed_export_to_a_folder_is_repeated(repeat, tmp_path):
     assert number >= 10
 
 
-@pytest.mark.parametrize("scheme", ["gs", pytest.param("s3", marks=pytest.mark.long)], indirect=True)
-@pytest.mark.parametrize("repeat", [export_again, pytest.param(resume, marks=pytest.mark.long)])
+@pytest.mark.long  # the suite kills exports to a folder
+@pytest.mark.parametrize("scheme", ["gs", "s3"], indirect=True)
+@pytest.mark.parametrize("repeat", [export_again, resume])
 def test_a_killed_export_to_a_bucket_is_repeated(new_store, scheme, proxy, repeat, tmp_path):
     export_step_4(str(tmp_path), 2.0)
     expected = contents(str(tmp_path))

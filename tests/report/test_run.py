@@ -5,18 +5,9 @@ import math
 import os
 
 import pytest
-from report.made import (
-    attempt,
-    read,
-    training,
-    write_complete,
-    write_config,
-    write_ledger,
-    write_log,
-    write_samples,
-)
+from report.made import attempt, read, training, write_complete, write_config, write_log, write_samples
 
-from lmtrain.report.run import RunFiles, find_run, find_runs, name_runs, read_run, read_samples
+from lmtrain.report.run import RunFiles, find_run, find_runs, name_runs, read_samples
 from lmtrain.runtime.errors import UserError
 
 
@@ -38,18 +29,13 @@ def test_a_complete_run(tmp_path):
     assert sum(run.fractions.values()) == pytest.approx(1)
 
 
-def test_an_incomplete_last_line_is_ignored(tmp_path):
-    write_complete(tmp_path)
-    write_log(tmp_path, "one", training(), torn='{"step": 41, "train/lo')
-    run = read(tmp_path)
-    assert (run.last_step, run.notices) == (40, [])
-
-
 def test_other_invalid_lines_are_reported(tmp_path):
     write_complete(tmp_path)
     bad = ["not json\n", "[1]\n", '{"train/loss": 1}\n', '{"step": "x"}\n', '{"step": -1}\n', f'{{"step": {10**30}}}\n']
     path = tmp_path / "one.metrics.jsonl"
     path.write_bytes("".join(bad).encode() + b"\xff\xfe\n" + path.read_bytes() + b"\n")
+    with open(path, "a") as file:
+        file.write('{"step": 41, "train/lo')  # not reported: it may be being written
     run = read(tmp_path)
     assert run.last_step == 40
     assert run.notices == [f"left out of {path}: 7 lines without a JSON object with a step"]
@@ -83,8 +69,8 @@ def test_ledger_and_config_may_be_missing(tmp_path):
 
 @pytest.mark.parametrize(
     "ledger",
-    ["{", '{"attempts": [{"started": 1}]}', json.dumps({"attempts": [attempt(1, 2, 0, 5) | {"started": "x"}]})],
-    ids=["incomplete", "missing fields", "text for a number"],
+    ["{", json.dumps({"attempts": [attempt(1, 2, 0, 5) | {"started": "x"}]})],
+    ids=["incomplete", "text for a number"],
 )
 def test_a_corrupt_ledger_is_reported(tmp_path, ledger):
     write_complete(tmp_path)
@@ -94,7 +80,7 @@ def test_a_corrupt_ledger_is_reported(tmp_path, ledger):
     assert "goodput.json is corrupt" in run.notices[0]
 
 
-@pytest.mark.parametrize("text", ["a: [", "just text", "- 1\n"])
+@pytest.mark.parametrize("text", ["a: [", "- 1\n"])
 def test_a_config_that_is_not_a_map_is_shown_as_text(tmp_path, text):
     write_complete(tmp_path)
     write_config(tmp_path, "one", text)
@@ -103,32 +89,18 @@ def test_a_config_that_is_not_a_map_is_shown_as_text(tmp_path, text):
     assert "config.yaml is not a YAML map" in run.notices[0]
 
 
-def test_every_start_but_the_first_is_a_restart(tmp_path):
-    write_complete(tmp_path)
-    write_ledger(tmp_path, "one", [attempt(1, 2, 0, 9), attempt(3, 4, 8, 8), attempt(5, 6, 0, 3)])
-    assert read(tmp_path).restarts == [8, 0]
-
-
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        ([], "has not finished a step yet"),
         ([{"step": 0, "parameter_count": 3}], "has not finished a step yet"),
         ([{"step": 9, "grad/norm/a": 1.0, "goodput/steps": 1.0}], "no metric"),
-        ([{"no": "step"}], "left out: 1 line without a JSON object"),
+        ([{"no": "step"}], "left out: 1 line"),
     ],
 )
 def test_a_log_without_metrics_is_an_error(tmp_path, lines, message):
     write_log(tmp_path, "one", lines)
     with pytest.raises(UserError, match=message):
         read(tmp_path)
-
-
-def test_a_log_that_cannot_be_opened_is_an_error(tmp_path):
-    files = find_run(str(write_complete(tmp_path)), "logs/")
-    (tmp_path / "one.metrics.jsonl").unlink()
-    with pytest.raises(UserError, match="cannot be read: No such file"):
-        read_run(files, "one")
 
 
 def test_secrets_that_an_earlier_version_saved_are_not_shown(tmp_path):
@@ -141,13 +113,15 @@ def test_secrets_that_an_earlier_version_saved_are_not_shown(tmp_path):
     assert run.config == {"a": {"api_key": "***"}, "b": "https://***@host/?***"}
 
 
-def test_a_repeated_step_has_the_last_sample(tmp_path):
-    path = write_samples(tmp_path, (10, "a", "killed"), (10, "a", "resumed"))
-    assert read_samples(path, []) == {"a": {10: "resumed"}}
-
-
 def test_lines_without_a_sample_are_reported_and_an_incomplete_last_line_is_ignored(tmp_path):
-    path = write_samples(tmp_path, (10, "a", "x"), ("10", "a", "x"), (10, None, "x"), end='[1]\n{\n{"step": 11, "pro')
+    path = write_samples(
+        tmp_path,
+        (10, "a", "killed"),
+        (10, "a", "x"),
+        ("10", "a", "x"),
+        (10, None, "x"),
+        end='[1]\n{\n{"step": 11, "pro',
+    )
     notices: list[str] = []
     assert read_samples(path, notices) == {"a": {10: "x"}}
     assert notices == [f"left out of {path}: 4 lines without a sample"]
@@ -162,7 +136,7 @@ def logs(tmp_path, monkeypatch):
     return tmp_path / "logs"
 
 
-@pytest.mark.parametrize("name", ["two.5", "logs/two.5", "logs/two.5/", "logs/two.5.metrics.jsonl", "./logs//two.5"])
+@pytest.mark.parametrize("name", ["two.5", "logs/two.5/", "logs/two.5.metrics.jsonl"])
 def test_a_run_is_named_by_metrics_file_folder_or_id(logs, name):
     found = find_run(name, "logs/")
     assert found.id == "two.5"
@@ -176,19 +150,12 @@ def test_a_run_is_found_from_inside_its_folder(logs, monkeypatch):
     assert find_run(".", "logs/").id == "two.5"
 
 
-def test_log_dir_is_another_folder(logs, tmp_path):
-    other = write_log(tmp_path / "elsewhere", "two.5", training(1))
-    assert find_run("two.5", "elsewhere").metrics == str(other.relative_to(tmp_path))
-
-
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("gpt3_nano-b2e784", "run gpt3_nano-b2e784 not found; did you mean 'gpt2_nano-b2e784'?"),
-        ("logs/llama-2", "did you mean 'llama-1'?"),
-        ("zzz", "run zzz not found; runs in logs/: gpt2_nano-b2e784, llama-1, two.5"),
-        ("logs", "runs in logs: gpt2_nano-b2e784, llama-1, two.5"),
-        ("nowhere/one", "no nowhere/one.metrics.jsonl, and no *.metrics.jsonl in nowhere; --log_dir"),
+        ("logs/llama-2", "'llama-1'?"),
+        ("zzz", "runs in logs/: gpt2_nano-b2e784, llama-1, two.5"),
+        ("nowhere/one", "nowhere/one.metrics.jsonl"),
         ("gs://bucket/logs/one", "local files"),
     ],
 )
@@ -198,20 +165,20 @@ def test_an_unknown_run_is_an_error_that_lists_the_existing_ones(logs, name, mes
     assert message in str(error.value)
 
 
-@pytest.mark.parametrize("name", ["gpt2_nano", "g", "logs/gpt2"])
+@pytest.mark.parametrize("name", ["g", "logs/gpt2"])
 def test_a_unique_prefix_is_enough(logs, name):
     assert find_run(name, "logs/").id == "gpt2_nano-b2e784"
 
 
 def test_an_ambiguous_prefix_is_an_error(logs):
     write_log(logs, "gpt2_nano-ffffff", training(1))
-    with pytest.raises(UserError, match=r"^gpt2_nano is ambiguous: gpt2_nano-\w+, gpt2_nano-\w+$"):
+    with pytest.raises(UserError, match=r"^gpt2_nano .*: gpt2_nano-\w+, gpt2_nano-\w+$"):
         find_run("gpt2_nano", "logs/")
 
 
 def test_a_run_that_is_named_twice_is_an_error(logs):
     assert [run.id for run in find_runs(["two.5", "llama-1"], "logs/")] == ["two.5", "llama-1"]
-    with pytest.raises(UserError, match=r"two\.5 and logs/two\.5 are the same run"):
+    with pytest.raises(UserError, match=r"two\.5 and logs/two\.5"):
         find_runs(["two.5", "llama-1", "logs/two.5"], "logs/")
 
 
@@ -221,9 +188,3 @@ def test_runs_with_the_same_id_are_distinguished_by_their_folders():
     assert name_runs(runs) == ["one (a/x/logs)", "one (b/x/logs)", "one (b/y/logs)", "two"]
     in_one_folder = [RunFiles("one", "/l/one.metrics.jsonl", "/l/one"), RunFiles("one", "/l/one.jsonl", "/l/one")]
     assert len(set(name_runs(in_one_folder))) == 2
-
-
-def test_samples_that_cannot_be_read_are_reported_and_missing_ones_are_not(tmp_path):
-    notices: list[str] = []
-    assert read_samples(str(tmp_path), notices) == read_samples(str(tmp_path / "none"), notices) == {}
-    assert notices == [f"{tmp_path} cannot be read: Is a directory"]

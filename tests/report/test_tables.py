@@ -12,7 +12,6 @@ from lmtrain.report.tables import (
     evaluations_table,
     facts_table,
     format_time,
-    samples_tables,
     summarize,
     times_table,
 )
@@ -60,13 +59,6 @@ def test_facts_have_a_column_per_change(tmp_path):
     assert row(table, "throughput/device_kind") == ["abacus", "abacus"]
 
 
-def test_without_a_ledger_facts_come_from_the_log(tmp_path):
-    write_log(tmp_path, "one", training())
-    assert row(facts_table(read(tmp_path)), "parameter_count") == ["1,234,567"]
-    write_log(tmp_path, "one", training()[1:])
-    assert facts_table(read(tmp_path)) is None
-
-
 def test_only_settings_that_differ_are_compared(tmp_path):
     configs = ["a: {x: 1, y: [1, 2], z: null}\n", "a: {x: 2, y: [1, 2], z: null}\n", "a: {x: 1, y: [true, ü]}\n"]
     for name, text in zip("abc", configs, strict=True):
@@ -112,20 +104,6 @@ def test_evaluations_have_last_and_best_of_every_data_set(tmp_path):
     assert row(both, "eval/loss") == ["2.5000/best 1.5000 at step 5", "-/best -"]
 
 
-def test_other_evaluations_have_no_best(tmp_path):
-    write_log(tmp_path, "one", [{"step": 5, "eval/accuracy/top1": 0.25}, {"step": 9, "eval/accuracy/top1": 0.5}])
-    table = evaluations_table([read(tmp_path)], NAMES[:1])
-    assert texts(table) == [["", "last", "best"], ["eval/accuracy/top1", "0.5000", "-"]]
-
-
-def test_the_newest_samples_of_a_prompt_are_apart_from_earlier_ones():
-    tables = samples_tables({"a": {step: f"text {step}" for step in range(1, 151)}})["a"]
-    shown = [[cells[0] for cells in texts(table)] for table in tables]
-    newest, earlier = ([f"step {step}" for step in range(*ends, -1)] for ends in ((150, 147), (147, 50)))
-    assert shown == [newest, [*earlier, ""]]
-    assert texts(tables[1])[-1][1] == "50 earlier steps are not shown."
-
-
 def figures(run) -> dict[str, tuple[str, str]]:
     return {name: (cell.value, cell.note) for name, cell in summarize(run).items()}
 
@@ -134,16 +112,11 @@ def test_a_complete_run(tmp_path):
     path = write_complete(tmp_path)
     path.write_text(path.read_text() + '{"step": 40, "throughput/mfu": 41.25, "throughput/total_tokens": 5120}\n')
     found = figures(read(tmp_path))
-    assert found["steps done"] == ("40", "of 40")
-    assert found["parameters"] == ("1,234,567", "")
-    assert found["tokens seen"] == ("5,120", "")
-    assert found["last train loss"][0] == "3.0020"
-    assert found["best eval loss"] == ("3.1020", "at step 40")
-    assert found["tokens/s"] == ("5,020", "median")
-    assert found["MFU"] == ("41.2 %", "median")
-    assert found["wall time"] == ("4m10s", "")
-    assert found["goodput"] == ("52.0 %", "of the wall time")
-    assert found["starts"] == ("2", "")
+    assert {name: value for name, (value, _) in found.items()}.items() >= {
+        *(("steps done", "40"), ("parameters", "1,234,567"), ("tokens seen", "5,120"), ("last train loss", "3.0020")),
+        *(("best eval loss", "3.1020"), ("tokens/s", "5,020"), ("MFU", "41.2 %"), ("wall time", "4m10s")),
+        *(("goodput", "52.0 %"), ("starts", "2")),
+    }
 
 
 def test_best_is_the_lowest_value(tmp_path):
@@ -154,11 +127,6 @@ def test_best_is_the_lowest_value(tmp_path):
     assert found["best eval loss"] == ("3.0000", "at step 20")
     assert found["last eval loss"] == ("3.5000", "at step 40")
     write_log(tmp_path, "one", [*training(5), *lines[:3]])
-    assert figures(read(tmp_path))["last eval loss"] == ("NaN or infinite", "at step 30")
-
-
-def test_without_a_ledger_wall_time_is_the_sum_of_steps(tmp_path):
-    write_log(tmp_path, "one", training(40))
     found = figures(read(tmp_path))
-    assert found["wall time"] == ("20s", "steps only")
-    assert found["goodput"] == found["starts"] == ("", "")
+    assert found["last eval loss"] == ("NaN or infinite", "at step 30")
+    assert found["goodput"] == found["starts"] == ("", "")  # without a ledger

@@ -7,7 +7,7 @@ import yaml
 from run.configs import build
 
 from lmtrain.config.describe import show
-from lmtrain.config.load import LoadedConfig, load_config
+from lmtrain.config.load import load_config
 from lmtrain.config.section import Role, settings_of
 from lmtrain.config.tree import Origin
 from lmtrain.run.config import RunConfig, resolved
@@ -30,15 +30,9 @@ def run(settings, write_config):
     return Run(loaded, "a-run")
 
 
-def test_the_folders_of_a_run(run):
-    assert (run.logs, run.checkpoints) == ("logs/a-run", "checkpoints/a-run")
-
-
-def test_nothing_found_changes_nothing(run):
-    assert resolve(run, None) is run
-
-
 def test_found_settings_override_the_config_and_have_their_source_as_origin(run):
+    assert (run.logs, run.checkpoints) == ("logs/a-run", "checkpoints/a-run")
+    assert resolve(run, None) is run
     found = ResolvedSettings("epoch 1 (7 steps)", {"trainer": {"num_train_steps": 7}})
     after = resolve(run, found)
     assert after.config.trainer.num_train_steps == 7
@@ -63,19 +57,10 @@ def test_a_found_model_replaces_the_section_and_equal_settings_keep_their_origin
 
 
 def test_an_invalid_result_is_an_error_with_the_source_and_the_setting(run):
-    with pytest.raises(
-        UserError, match=r"^base: its config\.json gives model\.num_heads: 5 does not divide hidden_dim"
-    ):
+    with pytest.raises(UserError, match=r"^base: its config\.json .*model\.num_heads: 5"):
         resolve(run, ResolvedSettings("base: its config.json", {"model": {"type": "gpt2", "num_heads": 5}}))
-    with pytest.raises(UserError, match=r"^epoch 1 gives trainer\.num_train_steps: "):
+    with pytest.raises(UserError, match=r"^epoch 1 .*trainer\.num_train_steps: "):
         resolve(run, ResolvedSettings("epoch 1", {"trainer": {"num_train_steps": 0}}))
-
-
-def test_a_config_made_in_python_is_resolved_too():
-    run = Run(LoadedConfig(RunConfig(model={"seq_len": 64}), path="python"), "python-123456")
-    after = resolve(run, ResolvedSettings("epoch 1", {"trainer": {"num_train_steps": 5}}))
-    assert (after.config.trainer.num_train_steps, after.config.model.seq_len) == (5, 64)
-    assert after.loaded.tree.origin_of(("trainer", "num_train_steps")) == Origin("epoch 1")
 
 
 SOURCES = {"data__train_urls": None, "data__configs": {"a": {"train_urls": ["a.jsonl"]}, "b": {"id": "owner/b"}}}
@@ -88,9 +73,7 @@ MADE = run_id(build(), "stem", {})
     [
         ({"trainer__id": "mine", "trainer__tracker": WANDB}, {"RUN_ID": "from-env"}, "mine"),
         ({"trainer__tracker": WANDB}, {"RUN_ID": "from-env"}, "from-env"),
-        ({"trainer__tracker": WANDB}, {}, "from-wandb"),
         ({"trainer__tracker": [{"type": "json"}, {"type": "wandb"}, WANDB]}, {}, "from-wandb"),
-        ({}, {}, MADE),
         ({"trainer__tracker": {"type": "wandb"}}, {}, MADE),
     ],
 )
@@ -105,11 +88,6 @@ def test_the_generated_id_is_stem_and_hash_and_not_random():
     assert run_id(build(), "other", {}) == MADE.replace("stem", "other")
 
 
-@pytest.mark.parametrize("name", ["a", "0", "run.v2_x-1", "A" * 200])
-def test_valid_run_ids(name):
-    assert run_id(build(trainer__id=name), "stem", {}) == name
-
-
 @pytest.mark.parametrize(
     ("stem", "expected"),
     [("my run (2)", "my-run-2-"), (".hidden", "hidden"), ("größe", "gr-e"), ("", "run"), ("x" * 300, "x" * 100)],
@@ -118,11 +96,16 @@ def test_any_name_of_a_config_file_gives_a_valid_run_id(stem, expected):
     assert run_id(build(), stem, {}) == MADE.replace("stem", expected)
 
 
-@pytest.mark.parametrize("name", ["../x", "a/b", ".", "..", ".x", "-x", "a b", "ü", "a:b", "A" * 201])
-@pytest.mark.parametrize("source", ["setting", "environment", "wandb"])
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        *(("setting", name) for name in ("../x", "a/b", ".", "..", ".x", "-x", "a b", "ü", "a:b", "A" * 201)),
+        *(("environment", "../x"), ("wandb", "../x")),
+    ],
+)
 def test_an_invalid_run_id_is_refused_from_every_source(name, source):
     changes = {"setting": {"trainer__id": name}, "wandb": {"trainer__tracker": {"id": name}}}.get(source, {})
-    with pytest.raises(UserError, match=r"run id .*use at most 200 letters"):
+    with pytest.raises(UserError, match=r"run id "):
         run_id(build(**changes), "stem", {"RUN_ID": name} if source == "environment" else {})
 
 
@@ -178,10 +161,6 @@ def test_a_saved_identity_has_the_initial_state_but_is_compared_without_it():
     assert without_tunable(identity(first)) == without_tunable(identity(other))
 
 
-def test_a_warmup_of_1_step_differs_from_one_of_the_entire_run():
-    assert run_id(build(optimizer__warmup=1), "s", {}) != run_id(build(optimizer__warmup=1.0), "s", {})
-
-
 def test_the_demo_with_its_default_tokenizer_and_with_another_are_different_runs():
     demo = RunConfig.model_validate({"data": {"demo": "d"}})
     other = RunConfig.model_validate({"data": {"demo": "d", "tokenizer": "gpt2"}})
@@ -213,6 +192,8 @@ def test_the_identity_has_no_secrets_so_a_renewed_signature_is_the_same_run():
     first, renewed = (build(data__train_urls=[SIGNED.format(number)]) for number in (1, 2))
     assert run_id(first, "stem", {}) == run_id(renewed, "stem", {})
     assert identity(first)["data"]["train_urls"] == ["https://***@host/a.jsonl?version=1&***"]
+    older = build(data__train_urls=["https://me:word@host/a.jsonl?X-Amz-Date=1&X-Amz-Signature=2"])
+    assert identity(older)["data"]["train_urls"] == ["https://***@host/a.jsonl?***"]  # as earlier versions hashed it
     assert "me:word" not in json.dumps(resolved(first))
     other = build(data__train_urls=[SIGNED.format(1).replace("version=1", "version=2")])
     assert run_id(other, "stem", {}) != run_id(first, "stem", {})
@@ -220,12 +201,6 @@ def test_the_identity_has_no_secrets_so_a_renewed_signature_is_the_same_run():
     config = RunConfig.model_validate({"initialize_from_hf": "https://me:word@host/model", "lora": lora})
     assert identity(config)["initialize_from_hf"] == "https://***@host/model"
     assert identity(config)["lora"]["initialize_from"] == "https://host/adapter?***"
-
-
-def test_the_form_in_which_the_hash_has_a_signed_url_is_that_of_earlier_versions():
-    """Otherwise the id of a run with such a URL would change."""
-    config = build(data__train_urls=["https://me:word@host/a.jsonl?X-Amz-Date=1&X-Amz-Signature=2"])
-    assert identity(config)["data"]["train_urls"] == ["https://***@host/a.jsonl?***"]
 
 
 WITH_SECRETS = {"type": "wandb", "settings": {"api_key": "wandb-key"}, "config": {"deep": {"password": 12345678}}}
@@ -260,10 +235,7 @@ def test_secrets_are_those_of_the_config_that_is_given(load, saved):
     filled = fill_masked(saved, given, {})
     assert filled.config == given
     require_secrets(filled, trains=True)
-
-
-def test_secrets_of_a_setting_with_another_value_are_not_taken(load, saved):
-    other = {"data": {"train_urls": ["https://me:word@host/b.jsonl?sig=b"]}}
+    other = {"data": {"train_urls": ["https://me:word@host/b.jsonl?sig=b"]}}  # a setting with another value
     assert fill_masked(saved, load(other).config, {}).config == saved.config
 
 
@@ -282,14 +254,8 @@ def test_a_config_without_masked_values_is_unchanged(load):
 def test_missing_secrets_are_an_error_that_names_all_fields(saved):
     with pytest.raises(UserError) as error:
         require_secrets(saved, trains=True)
-    lines = str(error.value).splitlines()
-    assert lines[0].endswith("saved.yaml: secrets are masked, since they are not saved with a run")
-    assert sorted(lines[1:-1]) == [
-        "  trainer.checkpointer.base_path",
-        "  trainer.tracker[0].init.config.deep.password",
-        "  trainer.tracker[0].init.settings.api_key: set WANDB_API_KEY",
-    ]
-    assert "--run ID" in lines[-1]
+    for name in ("checkpointer.base_path", "[0].init.config.deep.password", "settings.api_key: set WANDB_API_KEY"):
+        assert name in str(error.value)
 
 
 def test_only_training_needs_the_secrets_of_trackers_and_of_initial_states(load):

@@ -1,7 +1,5 @@
 """Settings of a training run, and its batch sizes."""
 
-import re
-
 import pytest
 from pydantic import ValidationError
 
@@ -14,7 +12,6 @@ from lmtrain.tracking.config import JsonConfig, NoopConfig, WandbConfig
     ("value", "types"),
     [
         ({"type": "json"}, [JsonConfig]),
-        ([{"type": "json"}], [JsonConfig]),
         ([{"type": "noop"}, {"type": "wandb"}], [NoopConfig, WandbConfig]),
         ({}, [WandbConfig]),
         ([], []),
@@ -28,11 +25,8 @@ def test_one_tracker_is_a_list_of_one(value, types):
     "change",
     [
         {"seed": 2**32},
-        {"num_train_steps": 2**31},
-        {"fsdp_axis": "width"},
         {"fsdp_axis": ["embed", "act_mlp"]},
         {"tensor_parallel_axes": ["mpl"]},
-        {"tracker": {"type": "mlflow"}},
         {"tracker": ["wandb", "nonsense"]},
     ],
 )
@@ -45,9 +39,7 @@ def test_invalid_settings_are_refused(change):
 
 def plan(batch: int, shards: int, per_device: int = -1, per_device_eval: int = -1) -> Batching:
     config = TrainerConfig(
-        train_batch_size=batch,
-        per_device_parallelism=per_device,
-        per_device_eval_parallelism=per_device_eval,
+        train_batch_size=batch, per_device_parallelism=per_device, per_device_eval_parallelism=per_device_eval
     )
     return choose_batching(config, shards)
 
@@ -56,9 +48,7 @@ def plan(batch: int, shards: int, per_device: int = -1, per_device_eval: int = -
     ("arguments", "expected"),
     [
         ((32, 1), Batching({32: 1}, 32)),
-        ((32, 1, 8), Batching({32: 4}, 8)),
         ((32, 4, 2), Batching({32: 4}, 8)),
-        ((32, 4, 1), Batching({32: 8}, 4)),
         ((32, 4, 2, 16), Batching({32: 4}, 64)),
         ((32, 4, -1, 3), Batching({32: 1}, 12)),
     ],
@@ -68,27 +58,14 @@ def test_sizes(arguments, expected):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((30, 8), "train_batch_size: 30 sequences cannot be split evenly over 8 devices; it could be 24 or 32"),
-        ((3, 8), "train_batch_size: 3 sequences cannot be split evenly over 8 devices; it could be 8"),
-        (
-            (32, 4, 3),
-            "3 does not divide trainer.train_batch_size 32 over 4 devices, 8 sequences on each; it could be 2 or 4",
-        ),
-        (
-            (32, 4, 16),
-            "16 does not divide trainer.train_batch_size 32 over 4 devices, 8 sequences on each; it could be 4 or 8",
-        ),
-    ],
+    ("arguments", "valid"), [((30, 8), "24 or 32"), ((3, 8), "8"), ((32, 4, 3), "2 or 4"), ((32, 4, 16), "4 or 8")]
 )
-def test_sizes_that_do_not_divide_are_refused_with_valid_sizes(arguments, message):
-    with pytest.raises(UserError, match=re.escape(message) + "$"):
+def test_sizes_that_do_not_divide_are_refused_with_valid_sizes(arguments, valid):
+    with pytest.raises(UserError, match=rf"train_batch_size.* {arguments[1]} devices.* {valid}$"):
         plan(*arguments)
 
 
-@pytest.mark.parametrize("value", [0, -2])
-@pytest.mark.parametrize("name", ["per_device_parallelism", "per_device_eval_parallelism"])
+@pytest.mark.parametrize(("name", "value"), [("per_device_parallelism", 0), ("per_device_eval_parallelism", -2)])
 def test_a_parallelism_is_automatic_or_positive(name, value):
     with pytest.raises(ValidationError):
         TrainerConfig(**{name: value})
@@ -97,10 +74,8 @@ def test_a_parallelism_is_automatic_or_positive(name, value):
 def test_sequences_that_do_not_divide_over_devices_are_an_error_with_lengths_that_do():
     for parts in (1, 2, 8):
         check_seq_len(1024, parts)
-    with pytest.raises(
-        UserError, match=r"model\.seq_len: 1,000 .* 16 devices .*context_axis_size\); it divides over 10 or 20 devices"
-    ):
+    with pytest.raises(UserError, match=r"model\.seq_len: 1,000 .* 16 devices .* 10 or 20 devices"):
         check_seq_len(1000, 16)
     check_seq_len(48, 2, halves=True)
-    with pytest.raises(UserError, match=r"model\.seq_len: 42 positions over 2 devices.* into 4 parts: use a multiple"):
+    with pytest.raises(UserError, match=r"model\.seq_len: 42 .* 4 parts"):
         check_seq_len(42, 2, halves=True)

@@ -16,15 +16,10 @@ PATHS = known_paths(RunConfig, {})
     ("wrong", "right"),
     [
         ("modle", "model"),
-        ("trainer.num_train_step", "trainer.num_train_steps"),
-        ("optimiser.learning_rate", "optimizer.learning_rate"),
         ("trainer.checkpointer.save_intervall", "trainer.checkpointer.save_interval"),
         ("trainer.learning_rate", "optimizer.learning_rate"),
         ("seq_len", "model.seq_len"),
-        ("trainer.save_interval", "trainer.checkpointer.save_interval"),
         ("zzzz", None),
-        ("model.zzz", None),
-        ("", None),
         ("trainer.tracker.foo", None),
     ],
 )
@@ -57,8 +52,5 @@ def test_known_paths_list_sections_and_settings_through_unions_and_lists():
         *("hands", "hands.type", "hands.reach"),
     ]
     assert known_paths(Whole, {"hand": {"type": "right"}})[:3] == ["hand", "hand.type", "hand.grip"]
-
-
-@pytest.mark.parametrize("data", [None, 3, [], {"hand": 3}, {"hand": [1]}, {"hand": {"type": "neither"}}])
-def test_known_paths_accept_any_invalid_data(data):
-    assert {"hand.reach", "hand.grip"} <= set(known_paths(Whole, data))
+    for data in (None, {"hand": [1]}, {"hand": {"type": "neither"}}):
+        assert {"hand.reach", "hand.grip"} <= set(known_paths(Whole, data))

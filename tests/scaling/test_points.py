@@ -141,7 +141,7 @@ def test_runs_of_wsd_have_the_settings_of_their_longest(make):
         ({"config": "nothing"}, "ladder.yaml: config: nothing: no such config"),
         ({"sizes": [{"hidden_dim": 30}]}, r"sizes\[0\]: (.|\n)*does not divide hidden_dim"),
         ({"sizes": [{"hidden_dim": 64}, {"intermediate_dim": 64}]}, "two are 64x4"),
-        ({"overrides": {"trainer.steps_per_eval": None}}, "the law is fitted to eval/loss"),
+        ({"overrides": {"trainer.steps_per_eval": None}}, "no evaluation"),
         (
             {"overrides": {"trainer.train_batch_size": [{"start": 0, "value": 4}, {"start": 9, "value": 8}]}},
             "one batch",

@@ -46,14 +46,11 @@ def changed(**values) -> Shown:
 @pytest.mark.parametrize(
     ("values", "line"),
     [
-        ({}, "train 1/1000, loss 3.142, lr 6.00e-04, 123,457 tokens/s"),
-        ({"mfu": 41.23}, "train 1/1000, loss 3.142, lr 6.00e-04, 123,457 tokens/s, MFU 41.2 %"),
         (
             {"mfu": 0.0, "evaluated": Evaluated(1, 3.2), "status": "cache 41 of 150 shards"},
             "train 1/1000, loss 3.142, eval 3.200, lr 6.00e-04, 123,457 tokens/s, MFU 0.0 %, cache 41 of 150 shards",
         ),
         ({"loss": float("nan")}, "train 1/1000, loss nan, lr 6.00e-04, 123,457 tokens/s"),
-        ({"next_evaluation": 5, "next_save": 7}, "train 1/1000, loss 3.142, lr 6.00e-04, 123,457 tokens/s"),
     ],
 )
 def test_without_a_terminal_a_line_has_all_known_values(capsys, values, line):
@@ -66,6 +63,8 @@ def test_without_a_terminal_a_line_has_all_known_values(capsys, values, line):
 
 
 def test_the_first_and_the_last_step_have_a_line_and_an_evaluation_is_in_the_next_line(capsys):
+    with Console(4, 0, is_first=False) as console:  # the other processes of a run are quiet
+        console.show(changed(step=1))
     with Console(4, 0, is_first=True) as console:
         for step in range(1, 5):
             console.show(changed(step=step, evaluated=Evaluated(2, 3.5) if step > 2 else None))
@@ -73,29 +72,6 @@ def test_the_first_and_the_last_step_have_a_line_and_an_evaluation_is_in_the_nex
     lines = capsys.readouterr().err.splitlines()
     assert [line.split(",")[0] for line in lines] == ["train 1/4", "train 4/4"]
     assert ["eval 3.500" in line for line in lines] == [False, True]
-
-
-def test_a_line_is_printed_every_few_seconds_with_the_time_left_at_the_speed_of_the_last_steps(capsys, monkeypatch):
-    now = [1000.0]
-    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    with Console(100, 10, is_first=True) as console:
-        now[0] += 60  # compilation
-        for step in range(11, 31):
-            now[0] += 1
-            console.show(changed(step=step, seconds_per_step=2.0))
-    lines = capsys.readouterr().err.splitlines()
-    assert [line.split(",")[0] for line in lines] == ["train 11/100", "train 16/100", "train 21/100", "train 26/100"]
-    assert lines[0].endswith(", 2m58s left")
-
-
-@pytest.mark.parametrize("terminal", [True, False])
-def test_the_other_processes_of_a_run_are_quiet(capsys, on_terminal, terminal):
-    file = on_terminal() if terminal else io.StringIO()
-    with Console(2, 0, is_first=False) as console:
-        console.show(changed(step=1))
-        console.show_evaluation(Evaluated(1, 3.0))
-        console.show(changed(step=2))
-    assert (file.getvalue(), *capsys.readouterr()) == ("", "", "")
 
 
 def as_text(console, width=120):
@@ -123,7 +99,6 @@ def test_on_a_terminal_all_values_are_under_one_another_and_there_are_no_lines(o
         ]
         console.evaluating(2, 5, "batches")
         assert "evaluating, 2 of 5 batches" in as_text(console)
-        assert all(len(line) <= 40 for line in as_text(console, 40))
         console.show(changed(step=1000))
         assert as_text(console)[-1] == "1,000/1,000"
     sent = terminal.getvalue()
@@ -131,10 +106,9 @@ def test_on_a_terminal_all_values_are_under_one_another_and_there_are_no_lines(o
     assert "9.9" not in sent
 
 
-@pytest.mark.parametrize("columns", ["100", "0"])
-def test_on_a_terminal_the_complete_log_is_above_the_view(on_terminal, monkeypatch, columns):
+def test_on_a_terminal_the_complete_log_is_above_the_view(on_terminal, monkeypatch):
     terminal = on_terminal()
-    monkeypatch.setenv("COLUMNS", columns)
+    monkeypatch.setenv("COLUMNS", "0")
     monkeypatch.setenv("LINES", "40")
     lines = ["before it", *(f"line {step} [red]of the log[/nothing]" for step in range(1, 6))]
     with logging_restored():
@@ -152,32 +126,9 @@ def test_on_a_terminal_the_complete_log_is_above_the_view(on_terminal, monkeypat
     assert sent[-2].strip() == "5/5"
 
 
-@pytest.mark.parametrize("where", ["lines", "view"])
-def test_it_closes_properly_after_any_error(on_terminal, where):
-    if where == "view":
-        on_terminal()
-    before = sys.stderr, sys.stdout
-
-    def run():
-        with Console(10, 0, is_first=True) as console:
-            console.show(SHOWN)
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        run()
-    assert (sys.stderr, sys.stdout) == before
-
-
-@pytest.mark.parametrize("name", ["dumb", "unknown"])
-def test_a_terminal_without_cursor_movement_has_lines(on_terminal, name):
+def test_a_terminal_without_cursor_movement_has_lines(on_terminal):
     """A live view would show nothing on it until the end."""
-    terminal = on_terminal(name)
+    terminal = on_terminal("dumb")
     with Console(10, 0, is_first=True) as console:
         console.show(SHOWN)
     assert terminal.getvalue().splitlines() == ["train 1/10, loss 3.142, lr 6.00e-04, 123,457 tokens/s, 2s left"]
-
-
-def test_an_evaluation_before_the_first_step_of_a_resumed_run_names_its_step(capsys):
-    with Console(30, 6, is_first=True) as console:
-        console.evaluating(1, 300, "batches")
-    assert "6/30, evaluating, 1 of 300 batches" in capsys.readouterr().err

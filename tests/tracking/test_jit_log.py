@@ -1,6 +1,5 @@
 """Logging from inside the compiled step: values are returned as its outputs, and without logging nothing changes."""
 
-import threading
 from types import SimpleNamespace
 
 import flax.linen as nn
@@ -14,11 +13,10 @@ from models import quick
 from lmtrain.evaluation.eval_step import build_eval_step
 from lmtrain.models.gpt2 import model as gpt2
 from lmtrain.models.gpt2.config import Gpt2Config
-from lmtrain.models.interface import NO_DOCUMENTS, outputs_of
+from lmtrain.models.interface import NO_DOCUMENTS
 from lmtrain.models.layers.stack import stack
 from lmtrain.tracking.jit_log import METRICS, collecting, jit_log
 from lmtrain.train.step.state import state_shardings
-from lmtrain.train.step.step import LossSum, TrainStep
 
 X = np.arange(6.0, dtype=np.float32).reshape(2, 3)
 
@@ -38,9 +36,6 @@ def logged_by(function, *arguments):
     return floats(jax.jit(collected)(*arguments))
 
 
-# Functions.
-
-
 @pytest.mark.parametrize(
     ("log", "expected"),
     [
@@ -51,7 +46,6 @@ def logged_by(function, *arguments):
         (lambda x: [jit_log({"a": value}) for value in (x, 3.5, x[1])], {"a": pytest.approx(10 / 3)}),
         (lambda x: jit_log({"a": jax.lax.scan(lambda c, row: (c, row.max()), 0.0, x)[1]}), {"a": 3.5}),
     ],
-    ids=["compiled", "dtypes", "other dtypes", "averages", "returned from a scan"],
 )
 def test_values_of_a_compiled_function_are_returned(log, expected):
     assert logged_by(log, X) == expected
@@ -72,8 +66,7 @@ NESTED = {
 }
 
 
-@pytest.mark.parametrize("kind", NESTED)
-@pytest.mark.parametrize("within_a_module", [False, True])
+@pytest.mark.parametrize(("kind", "within_a_module"), [*((kind, False) for kind in NESTED), ("scan", True)])
 def test_logging_inside_a_nested_transformation_is_refused_with_advice(kind, within_a_module):
     def log(x):
         jit_log({"train/mine": x})
@@ -89,11 +82,8 @@ def test_logging_inside_a_nested_transformation_is_refused_with_advice(kind, wit
         else:
             NESTED[kind](log)(x)
 
-    with pytest.raises(ValueError, match=r"jit_log: 'train/mine' .*: return it"):
+    with pytest.raises(ValueError, match="'train/mine'"):
         logged_by(function, X)
-
-
-# Without a collector.
 
 
 def test_without_a_collector_nothing_is_collected_or_computed():
@@ -119,29 +109,6 @@ def test_the_innermost_collector_collects_and_is_removed_after_an_error():
             raise KeyError
         jit_log({"b": 2.0})
     assert (floats(inner.means), floats(outer.means)) == ({"a": 1.0}, {"b": 2.0})
-
-
-def test_threads_that_trace_at_the_same_time_do_not_mix_their_values():
-    barrier, found = threading.Barrier(2, timeout=300), {}
-
-    def log_between_barriers(name):
-        barrier.wait()
-        jit_log({name: 1.0})
-        barrier.wait()
-
-    def collect(name):
-        found[name] = logged_by(lambda: log_between_barriers(name))
-
-    for other in (collect, log_between_barriers):  # with a collector of its own, and without one
-        found.clear()
-        thread = threading.Thread(target=other, args=("other",))
-        thread.start()
-        collect("mine")
-        thread.join()
-        assert found == {"mine": {"mine": 1.0}} | ({"other": {"other": 1.0}} if other is collect else {})
-
-
-# Modules.
 
 
 class Block(nn.Module):
@@ -182,7 +149,7 @@ class Looped(nn.Module):
 
 STACKED, LOOPED = {"blocks": {"w": jnp.ones(3)}}, {f"block_{layer}": {"w": jnp.ones(())} for layer in range(3)}
 CASES = [
-    *((Stacked(scan, policy), STACKED) for scan in (True, False) for policy in (False, True, "dots")),
+    *((Stacked(scan, policy), STACKED) for scan, policy in ((True, False), (True, "dots"), (False, True))),
     (Looped(), LOOPED),
 ]
 
@@ -202,24 +169,6 @@ def test_scanned_unrolled_recomputed_and_separate_layers_log_the_same(module, pa
     assert logged_by_module(module, params) == {"layer": 1.0, "input": 3.5, "sown": 6.0}
 
 
-class Headed(nn.Module):
-    """Layers, and a head that logs with the same name."""
-
-    body: nn.Module
-
-    @nn.compact
-    def __call__(self, x):
-        x = self.body(x)
-        jit_log({"input": 100.0})
-        return x
-
-
-@pytest.mark.parametrize(("module", "params"), [CASES[0], CASES[3], CASES[6]])
-def test_each_layer_counts_once_together_with_other_values_of_the_same_name(module, params):
-    found = logged_by_module(Headed(module), {"body": params})
-    assert found["input"] == pytest.approx((2.5 + 3.5 + 4.5 + 100) / 4)
-
-
 def test_a_module_that_is_called_twice_logs_the_mean():
     class Twice(nn.Module):
         @nn.compact
@@ -228,43 +177,6 @@ def test_a_module_that_is_called_twice_logs_the_mean():
             return block(block(x, 0, True, None)[0], 4, True, None)[0]
 
     assert logged_by_module(Twice(), {"block": {"w": jnp.ones(())}}) == {"layer": 2.0, "input": 3.0, "sown": 5.5}
-
-
-def test_values_are_returned_from_other_lifted_transformations():
-    class Inner(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            jit_log({"a": x})
-            return x * self.param("w", nn.initializers.ones, ())
-
-    class Outer(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            mapped = nn.vmap(Inner, variable_axes={"params": None, METRICS: 0}, split_rngs={"params": False})
-            return nn.jit(nn.remat(Inner))(name="second")(mapped(name="first")(x))
-
-    params = {"first": {"w": jnp.float32(2)}, "second": {"w": jnp.float32(1)}}
-    # the first module is mapped over two rows, which count separately; the second sees both at once
-    assert logged_by_module(Outer(), params) == {"a": pytest.approx((1 + 4 + 5) / 3)}
-
-
-@pytest.mark.parametrize("scan", [True, False])
-def test_a_module_whose_metrics_are_not_collected_computes_nothing_extra(scan):
-    def program(logs):
-        module = Stacked(scan, True, logs)
-        return str(jax.make_jaxpr(lambda params: module.apply({"params": params}, X))(STACKED))
-
-    assert "reduce_sum" not in program(True)  # the mean is not computed; a sown value is
-    assert "reduce_max" in program(True)
-    assert "reduce_max" not in program(False)
-
-
-def test_a_module_that_is_not_applied_logs_like_a_function():
-    class Module(nn.Module):
-        def count(self):
-            jit_log({"a": 1.0})
-
-    assert logged_by(Module().count) == {"a": 1.0}
 
 
 # The training step.
@@ -314,9 +226,7 @@ def plain():
     return step(state, BATCH)[1]
 
 
-@pytest.fixture(
-    scope="module", params=[1, pytest.param(2, marks=pytest.mark.long), pytest.param(4, marks=pytest.mark.long)]
-)
+@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.long)])
 def stepped(request):
     """A step of a model and an optimizer that log: its program as text, and the metrics of three steps."""
     with pytest.MonkeyPatch.context() as patch:
@@ -347,21 +257,6 @@ def test_logging_needs_no_second_compilation_and_no_callback(stepped):
     assert len({float(metrics["train/mine"]) for metrics in stepped.metrics}) == 3  # each step logs its own value
 
 
-@pytest.mark.parametrize("microbatches", [1, 2])
-def test_without_logging_the_program_is_the_same_as_without_jit_log(monkeypatch, microbatches):
-    step, state = build(microbatches=microbatches)
-    text = step.lower(state, BATCH).as_text()
-
-    def without_jit_log(step, variables, batch, key, state):
-        params = {"params": variables["params"]}  # nor does the empty collection of 8-bit copies change the program
-        outputs = step.model.apply(params, batch, True, rngs={}, method=outputs_of)
-        return LossSum(step.objective.loss_sum(outputs, batch), {}, {}, {})
-
-    monkeypatch.setattr(TrainStep, "_loss_sum", without_jit_log)
-    other, state = build(microbatches=microbatches)
-    assert other.lower(state, BATCH).as_text() == text
-
-
 def test_logging_does_not_change_the_evaluation_program():
     def program(model):
         return build_eval_step(model, quick.LAYOUT, "float32").lower(VALUES, BATCH).as_text()
@@ -375,5 +270,5 @@ def test_a_name_reserved_by_lmtrain_is_refused(where):
     optimizer = logging_optimizer("train/learning_rate") if where == "optimizer" else None
     name = {"model": "train/loss", "optimizer": "train/learning_rate"}[where]
     step, state = build(model, optimizer)
-    with pytest.raises(ValueError, match=f"jit_log: {name}: .* reserved"):
+    with pytest.raises(ValueError, match=name):
         step.lower(state, BATCH)

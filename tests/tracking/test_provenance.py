@@ -2,7 +2,6 @@
 
 import logging
 import os
-import shutil
 import subprocess
 import sys
 
@@ -88,8 +87,6 @@ def test_commit_branch_remote_and_whether_files_changed(script):
         ("https://token@example.org/a.git", "https://example.org/a.git"),
         ("ssh://git@example.org:22/a@b.git", "ssh://example.org:22/a@b.git"),
         ("git@example.org:team/a.git", "git@example.org:team/a.git"),
-        ("https://example.org/a.git", "https://example.org/a.git"),
-        ("../other", "../other"),
     ],
 )
 def test_only_the_credentials_of_a_remote_are_removed(script, monkeypatch, url, kept):
@@ -106,14 +103,6 @@ def test_reading_a_repository_takes_no_lock(script):
     before = index.read_bytes(), index.stat().st_mtime_ns
     assert git_facts()["changed"] is False
     assert (index.read_bytes(), index.stat().st_mtime_ns) == before
-
-
-def test_a_repository_without_a_commit_is_described(script):
-    shutil.rmtree(script / ".git")
-    git(script, "init", "--quiet")
-    git(script, "add", "main.py")
-    assert git_facts() == {"commit": None, "branch": "trunk", "changed": True, "remote": None}
-    assert names(script) == {"main.py"}
 
 
 @pytest.mark.parametrize("lacks", ["a repository", "the folder", "git", "time"])
@@ -166,24 +155,11 @@ def test_the_code_is_what_git_tracks_without_links_environment_files_and_secrets
     assert warning.startswith("main.py, within/run.yaml: ")
 
 
-def test_a_large_repository_has_no_code_which_is_logged(repository, monkeypatch, logged):
-    size = len("print(1)\n") + 256
-    monkeypatch.setattr(provenance, "_MAX_BYTES", size)
-    assert names(repository) == {"main.py", "within/weights.bin"}
-    monkeypatch.setattr(provenance, "_MAX_BYTES", size - 1)
-    assert names(repository) == set()
-    (line,) = logged()
-    assert str(repository) in line
-
-
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        ("--xla_dump_to=dumps", "dumps"),
         ("--xla_cpu_use_x=true --xla_dump_to=/a/b --xla_dump_hlo_as_text", "/a/b"),
         ("--xla_dump_to='a b/c'", "a b/c"),
-        ('"--xla_dump_to=a b"', "a b"),
-        ("--xla_dump_to=a=b", "a=b"),
         ("--xla_dump_to=one --xla_dump_to=two", "two"),
     ],
 )
@@ -192,9 +168,7 @@ def test_the_folder_of_xla_dumps_is_read_from_xla_flags(monkeypatch, flags, expe
     assert xla_dump_folder() == expected
 
 
-@pytest.mark.parametrize(
-    "flags", [None, "", "--xla_dump_hlo_as_text", "--xla_dump_to", "--xla_dump_to=", "xla_dump_to=a"]
-)
+@pytest.mark.parametrize("flags", [None, "--xla_dump_to", "--xla_dump_to=", "xla_dump_to=a"])
 def test_without_the_flag_it_is_a_user_error(monkeypatch, flags):
     monkeypatch.delenv("XLA_FLAGS", raising=False)
     if flags is not None:
@@ -203,24 +177,12 @@ def test_without_the_flag_it_is_a_user_error(monkeypatch, flags):
         xla_dump_folder()
 
 
-@pytest.fixture
-def dumps(tmp_path, monkeypatch):
-    """XLA's dump folder, with two files."""
-    place = tmp_path / "dumps"
-    (place / "within").mkdir(parents=True)
-    (place / "module_0001.txt").write_text("HloModule")
-    (place / "within" / "b.pb").write_bytes(b"\0\1")
-    monkeypatch.setenv("XLA_FLAGS", f"--xla_dump_to={place}")
-    return place
-
-
-@pytest.mark.parametrize("empty", [True, False])
-def test_missing_dumps_are_logged(dumps, logged, empty):
-    assert find_xla_dumps() == str(dumps)
-    shutil.rmtree(dumps)
-    if empty:
-        dumps.mkdir()
+def test_missing_dumps_are_logged(tmp_path, monkeypatch, logged):
+    dumps = tmp_path / "dumps"
+    monkeypatch.setenv("XLA_FLAGS", f"--xla_dump_to={dumps}")
     assert find_xla_dumps() is None
-    (warning,) = logged()
-    assert str(dumps) in warning
-    assert "compilation cache" in warning
+    dumps.mkdir()
+    assert find_xla_dumps() is None
+    (dumps / "module_0001.txt").write_text("HloModule")
+    assert find_xla_dumps() == str(dumps)
+    assert [str(dumps) in warning for warning in logged()] == [True] * 2

@@ -112,29 +112,17 @@ def finished(tmp_path_factory):
     return folder, track(folder, 0, logs, group="g")
 
 
-def test_metrics_are_stored_at_their_steps(finished):
+def test_a_run_is_stored_with_its_steps_name_and_config_and_nothing_else_is_written_or_asked(finished):
+    ((_, name, _, config),) = stored(finished[0], "configs", "config")
+    assert (name, config["model"], config["parameter_count"], config["_Group"]) == ("run-1", {"hidden_dim": 32}, 7, "g")
+    assert finished[1] == ""  # neither printed anything nor used the network
+    assert {path.name for path in finished[0].iterdir()} == {"stored", "logs"}
     assert metrics(finished[0]) == [*expected(1, 2), (2, "eval/loss", 3.5), *expected(3)]
     assert samples(finished[0]) == [(2, [{"prompt": "Once", "text": " upon"}])]
 
 
-def test_the_run_has_its_name_group_config_and_summary(finished):
-    ((_, name, _, config),) = stored(finished[0], "configs", "config")
-    assert name == "run-1"
-    assert config["model"] == {"hidden_dim": 32}
-    assert (config["parameter_count"], config["_Group"]) == (7, "g")
-
-
-def test_nothing_is_printed_and_no_network_is_used(finished):
-    assert finished[1] == ""
-
-
-def test_files_are_written_only_to_the_folders_of_trackio_and_of_the_logs(finished):
-    assert {path.name for path in finished[0].iterdir()} == {"stored", "logs"}
-
-
-@pytest.fixture(scope="module")
-def killed(tmp_path_factory):
-    """A run killed when step 6 was stored and resumed from step 3: its folder, and the output after the restart."""
+def test_after_a_kill_the_same_run_resumes_and_no_metric_is_stored_twice_or_missing(tmp_path_factory):
+    """Killed when step 6 was stored, and resumed from step 3."""
     folder = tmp_path_factory.mktemp("killed")
     process = start(folder, 0, [*training(1, 2, 3), ({"eval/loss": 3.5}, 3), *training(4, 5, 6)], ends=False)
     while (6, "train/loss", 1.5) not in metrics(folder):
@@ -144,20 +132,14 @@ def killed(tmp_path_factory):
     process.communicate()
     assert process.returncode == -signal.SIGKILL
     # killed during the evaluation of step 6, it repeats the steps after its last checkpoint
-    return folder, track(folder, 3, [*training(4, 5, 6), ({"eval/loss": 2.5}, 6), *training(7)])
+    assert track(folder, 3, [*training(4, 5, 6), ({"eval/loss": 2.5}, 6), *training(7)]) == ""
+    assert sorted(metrics(folder)) == sorted([*expected(*range(1, 8)), (3, "eval/loss", 3.5), (6, "eval/loss", 2.5)])
+    assert [step for step, _ in samples(folder)] == [3, 6]
+    assert len({row[0] for row in stored(folder, "metrics", "metrics")}) == 1
+    assert len(stored(folder, "configs", "config")) == 1
 
 
-def test_after_a_kill_no_metric_of_a_step_is_stored_twice_and_none_is_missing(killed):
-    assert sorted(metrics(killed[0])) == sorted([*expected(*range(1, 8)), (3, "eval/loss", 3.5), (6, "eval/loss", 2.5)])
-    assert [step for step, _ in samples(killed[0])] == [3, 6]
-
-
-def test_a_second_start_resumes_the_same_run(killed):
-    assert len({row[0] for row in stored(killed[0], "metrics", "metrics")}) == 1
-    assert len(stored(killed[0], "configs", "config")) == 1
-    assert killed[1] == ""
-
-
+@pytest.mark.long
 def test_another_run_of_the_project_is_independent_of_the_steps_of_the_first(finished):
     folder = finished[0]
     before = metrics(folder)
@@ -168,5 +150,5 @@ def test_another_run_of_the_project_is_independent_of_the_steps_of_the_first(fin
 
 def test_without_the_library_a_run_is_refused_with_install_advice(monkeypatch):
     monkeypatch.setattr(open.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"pip install 'lmtrain\[trackio\]'"):
+    with pytest.raises(UserError, match=r"lmtrain\[trackio\]"):
         check_trackers([TrackioConfig()])
