@@ -75,14 +75,15 @@ def test_the_loss_on_conversations_is_that_of_transformers_with_the_same_mask(tr
 
 
 def talk(folder, monkeypatch, lines, *arguments, code=0):
-    content = lines.encode() if isinstance(lines, str) else lines
-    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(content), "utf-8"))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(lines.encode("latin-1")), "utf-8"))
     done = run_in_process(["generate", *arguments, "--chat", "--max_new_tokens", "12"], folder, code)
     return done.stdout if code == 0 else done.stderr
 
 
 def test_each_line_gets_a_reply_and_clear_starts_again(trained, monkeypatch):
-    first = talk(trained, monkeypatch, "Stars?\nRain?\n/clear\nStars?\n", "chat.yaml", "--temperature", "0")
+    """A message that fills the context or is not UTF-8 is an error and is not kept."""
+    lines = f"{'stars ' * LENGTH}\ncaf\u00e9\nStars?\nRain?\n/clear\nStars?\n"
+    first = talk(trained, monkeypatch, lines, "chat.yaml", "--temperature", "0")
     model = AutoModelForCausalLM.from_pretrained(trained / "model", dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(trained / "model")
     messages, expected = [], []
@@ -97,17 +98,8 @@ def test_each_line_gets_a_reply_and_clear_starts_again(trained, monkeypatch):
         messages.append({"role": "assistant", "content": reply})
         expected.append(reply)
     assert first == "".join(f"{reply}\n" for reply in (*expected, expected[0]))
-    assert (
-        talk(trained, monkeypatch, "Stars?\n/exit\nRain?\n", "--hf", "model", "--temperature", "0")
-        == f"{expected[0]}\n"
-    )
-
-
-def test_a_message_that_fills_the_context_or_is_not_utf8_is_an_error_and_is_not_kept(trained, monkeypatch):
-    refused = f"{'stars ' * LENGTH}\ncaf\u00e9\n".encode("latin-1")
-    alone = talk(trained, monkeypatch, "Stars?\n", "chat.yaml", "--temperature", "0")
-    after = talk(trained, monkeypatch, refused + b"Stars?\n", "chat.yaml", "--temperature", "0")
-    assert after == alone
+    of_export = talk(trained, monkeypatch, "Stars?\n/exit\nRain?\n", "--hf", "model", "--temperature", "0")
+    assert of_export == f"{expected[0]}\n"
 
 
 def test_a_missing_or_wrong_template_ends_a_chat(trained, monkeypatch):

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from conftest import run_in_process, tiny_settings
 from safetensors.numpy import load_file
-from transformers import AutoTokenizer
 
 from lmtrain.checkpoint.manifest import read_manifest, write_manifest
 from lmtrain.config.load import load_config
@@ -33,13 +32,6 @@ def trained(tiny_run, tmp_path_factory):
 
 def run(folder, *arguments: object) -> str:
     return run_in_process(arguments, folder, code=0).stdout
-
-
-def test_the_export_contains_the_tokenizer(trained):
-    tokenizer = AutoTokenizer.from_pretrained(trained / "model")
-    text = "The quiet café counts the naïve-robot.\n"
-    assert tokenizer.decode(tokenizer.encode(text)) == text
-    assert (tokenizer.eos_token_id, len(tokenizer), tokenizer.model_max_length) == (0, 384, 32)
 
 
 def test_an_average_is_the_mean_of_the_checkpoints(trained):
@@ -68,13 +60,6 @@ def test_what_cannot_be_averaged_is_named(trained):
     ):
         refused = run_in_process(["eval", "tiny.json", "--average", average], trained, code=2)
         assert named in refused.stderr.splitlines()[-1]
-
-
-def test_the_files_of_an_export_have_the_permissions_of_the_umask(trained):
-    umask = os.umask(0)
-    os.umask(umask)
-    for name in os.listdir(trained / "model"):
-        assert os.stat(trained / "model" / name).st_mode & 0o777 == 0o666 & ~umask, name
 
 
 def test_the_export_of_another_run_is_replaced_only_with_overwrite(trained):

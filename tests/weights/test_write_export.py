@@ -59,6 +59,8 @@ def test_the_folder_holds_weights_configs_and_tokenizer(tmp_path):
     files = ["code.py", "config.json", "generation_config.json", "model.safetensors"]
     files += ["tokenizer.json", "tokenizer_config.json"]
     assert (tmp_path / "model" / "code.py").read_bytes() == b"print()"
+    (tmp_path / "plain").touch()  # has the permissions of the umask
+    assert {path.stat().st_mode for path in (tmp_path / "model").iterdir()} == {(tmp_path / "plain").stat().st_mode}
     assert sorted(os.listdir(tmp_path / "model")) == files
     found = load_file(tmp_path / "model" / "model.safetensors")
     assert {name: tensor.tobytes() for name, tensor in found.items()} == {n: t.tobytes() for n, t in TENSORS.items()}
