@@ -34,7 +34,7 @@ MIXED, DENSE = families.moe_model(**families.MIXED), families.dense_model()
 # model, meshes, those that only long tests compile, arguments of the step
 MODELS = {
     "window": (families.window_model(4, **CAPS), MESHES, ["fsdp"], {}),
-    "auxiliary": (families.auxiliary_model(), MESHES, ["fsdp"], {}),
+    "auxiliary": (families.auxiliary_model(), MESHES, MESHES, {}),
     "mixer": (build_model(conv_config(), families.VOCAB), MESHES, ["fsdp"], {}),
     "mixed": (MIXED, EXPERTS, ["fsdp and experts"], {}),
     "dense": (DENSE, {"one": MESHES["one"]}, MESHES, {}),

@@ -186,7 +186,7 @@ def test_kimi_scaling_changes_only_the_size_of_matrix_updates():
     np.testing.assert_array_equal(scaled["blocks"]["norm"]["scale"], plain["blocks"]["norm"]["scale"])
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", ["llama with all options", "backpack"])
 def test_matrices_have_one_momentum_and_other_parameters_two_adam_moments(name):
     """Checks the size of the optimizer state, and that all parameters are updated."""
     model = build_model(CONFIGS[name], 16)
