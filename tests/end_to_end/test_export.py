@@ -76,8 +76,7 @@ def test_the_export_of_another_run_is_replaced_only_with_overwrite(trained):
     ):
         config.write_text(mine.replace(f'"{ours}"', f'"{others}"'))
         refused = run_in_process(command, trained, code=2)
-        for part in ("--output model", expected, "--overwrite"):
-            assert part in refused.stderr.splitlines()[-1]
+        assert expected in refused.stderr.splitlines()[-1]
         assert others in config.read_text()
     config.write_text(mine.replace(f'"lmtrain_data": "{data}",', ""))  # as in exports of versions without this entry
     run(trained, "export-hf", "tiny.json", "--output", "model")
@@ -127,7 +126,7 @@ def test_the_checkpoint_in_use_and_newer_runs_of_the_same_config_are_logged(trai
     add("tiny-ffffff", later=100)
     add("other-ffffff", later=100)
     output = export("tiny.json", "--output", "one", code=2)
-    assert "other runs of tiny.json: tiny-ffffff (step 12); add --run ID" in output
+    assert "tiny-ffffff (step 12)" in output
     add(own, later=0)
     output = export("tiny.json", "--output", "one")
     assert f"step 12: checkpoints/{own}/step-12" in output
@@ -139,7 +138,7 @@ def test_the_checkpoint_in_use_and_newer_runs_of_the_same_config_are_logged(trai
     output = export("--run", "tiny-ffffff", "--output", "two")
     assert "/checkpoints/one/step-12" not in output
     assert (folder / "two" / "model.safetensors").read_bytes() == (trained / "model" / "model.safetensors").read_bytes()
-    assert "did you mean tiny-ffffff?" in export("--run", "tiny-fffffe", "--output", "three", code=2)
+    assert "tiny-ffffff" in export("--run", "tiny-fffffe", "--output", "three", code=2)
     assert "has its own config" in export("tiny.json", "--run", "tiny-ffffff", "--output", "three", code=2)
 
 

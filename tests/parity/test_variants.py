@@ -179,7 +179,11 @@ def test_an_imported_mixture_minimizes_the_loss_of_transformers(tmp_path, layout
 
 
 @pytest.mark.parametrize(
-    "name", mark_long(["gpt2", "llama-grouped", "llama-yarn", "mistral", "qwen3", "olmo2", "mpt-6-heads", "backpack"])
+    "name",
+    mark_long(
+        ["gpt2", "llama-grouped", "llama-yarn", "mistral", "qwen3", "olmo2", "mpt-6-heads", "backpack"],
+        {"llama-grouped", "mpt-6-heads", "backpack"},
+    ),
 )
 def test_extending_a_cache_equals_the_full_forward(name):
     variant = make(name)
