@@ -96,18 +96,6 @@ def test_files_that_a_failed_save_writes_later_are_deleted(start, folder, put):
     assert names(folder) == ["step-51.partial"]
 
 
-def test_a_failed_save_that_could_not_be_deleted_at_once_is_deleted_at_the_end(start, folder, put):
-    """A folder cannot be deleted while a thread still writes to it."""
-    run = start()
-    run.begin(5)
-    put(folder, "step-5.orbax-checkpoint-tmp", "params", "a")
-    with nothing_can_be_deleted():
-        run.discard(5)
-    assert "step-5.partial" in names(folder)
-    run.release()
-    assert names(folder) == []
-
-
 def test_a_complete_checkpoint_with_a_partial_marker_is_kept(start, folder, put, make_checkpoint):
     made = make_checkpoint(folder, 1)
     before = list_files(made.path)

@@ -116,10 +116,6 @@ def test_a_restored_copy_is_used_again(run, saved):
         assert newest(run, how).step == 10
 
 
-def test_a_run_without_checkpoints_starts(tmp_path):
-    assert newest(tmp_path / "new") is None
-
-
 def test_a_checkpoint_with_the_step_of_another_is_corrupt(run, caplog):
     shutil.copytree(run / "step-10", run / "step-20")
     assert newest(run).step == 10

@@ -66,8 +66,11 @@ def test_a_hugging_face_model_needs_no_config(trained):
         (["tiny.yaml", "--num_fewshot", "2"], ["--num_fewshot", "--tasks"]),
         (["tiny.yaml", "--tasks", ","], ["--tasks"]),
         (["--hf", "nothing_here", "--tasks", "local_choice", "--include_path", "tasks"], ["nothing_here"]),
-        # before the checkpoint is read
-        (["tiny.yaml", "--trainer.id", "none", "--tasks", "local_choise,other"], ["local_choise", "other"]),
+        pytest.param(  # before the checkpoint is read
+            ["tiny.yaml", "--trainer.id", "none", "--tasks", "local_choise,other"],
+            ["local_choise", "other"],
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_bad_flags_are_errors(trained, arguments, words):

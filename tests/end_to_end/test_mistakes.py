@@ -61,19 +61,6 @@ def test_what_the_data_must_show_is_found_before_the_first_step(
     assert not (tmp_path / "checkpoints").exists()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        (["tokenizer", "train", "absent.jsonl", "--output", "x"], "no such file: absent.jsonl"),
-        (["config", "chek", "tiny.yaml"], "expected one of: check, show"),
-    ],
-)
-def test_a_wrong_command_line(run_cli, settings, write_config, tmp_path, arguments, expected):
-    write_config(settings)
-    assert expected in run_cli(*arguments, code=2).stderr
-    assert os.listdir(tmp_path) == ["tiny.yaml"]
-
-
 def test_an_unavailable_platform_is_an_error(lmtrain, settings, write_config, tmp_path, monkeypatch):
     write_config(settings)
     monkeypatch.setenv("JAX_PLATFORMS", "cuda")

@@ -1,19 +1,14 @@
 """Secrets of a config are in no file and in no output of a run: all files and all output are searched for them."""
 
 import json
-import os
-import re
 import shutil
 import subprocess
 from functools import partial
-from pathlib import Path
 
 import pytest
 from conftest import CORPUS
 from web import QuietFiles, serving
 
-CONFIGS = Path(__file__).parents[2] / "configs"
-TEXT = {"stdout": subprocess.PIPE, "text": True}
 PLANTED = "planted"
 KEY = f"{PLANTED}apikey{'0' * 27}"
 SIGNATURE = f"X-Amz-Credential={PLANTED}-credential&X-Amz-Date=1&X-Amz-Expires=9&X-Amz-Signature={PLANTED}-signature"
@@ -124,31 +119,6 @@ def test_a_saved_config_trains_with_secrets_from_the_environment_or_names_them(
     run_cli(*again, code=0)
     assert (tmp_path / "checkpoints" / "one" / "step-4").exists()
     assert holding(tmp_path, "tiny.yaml") == []
-
-
-def test_the_commands_of_the_guide_find_the_files_of_earlier_versions_that_hold_secrets(tmp_path):
-    page = (CONFIGS / "guide" / "configuration.md").read_text()
-    given, any_secret = re.findall(r"^grep .*$", page, re.MULTILINE)
-
-    def found(command):
-        done = subprocess.run(["bash", "-c", command], cwd=tmp_path, env={**os.environ, "SECRET": KEY}, **TEXT)
-        return sorted(done.stdout.split())
-
-    secret = {
-        "checkpoints/one/step-4/run.json": f'{{"settings": {{"api_key": "{KEY}"}}}}',
-        "logs/one/config.yaml": f"db_password: {KEY}  # a.yaml:3",
-        "logs/two/config.yaml": f"{{hub_token: '{KEY}'}}",
-        "cache/train/manifest.json": f'{{"urls": ["https://host/a.jsonl?a=1&X-Amz-Signature={KEY}"]}}',
-        "cache/validation/manifest.json": f'{{"urls": ["s3://me:{KEY}@bucket/a.jsonl"]}}',
-    }
-    masked = {
-        "checkpoints/two/step-4/run.json": '{"api_key": "***", "password": null, "url": "https://***@host/a?b=1&***"}',
-        "logs/three/config.yaml": "api_key: '***'\npassword: null  # a.yaml:3\neos_token_id: 0\ntokenizer: a@b\n",
-    }
-    for name, content in {**secret, **masked}.items():
-        (tmp_path / name).parent.mkdir(parents=True)
-        (tmp_path / name).write_text(content)
-    assert found(given) == found(any_secret) == sorted(secret)
 
 
 def test_a_run_named_by_its_id_reads_its_text_with_the_secrets_of_its_config(

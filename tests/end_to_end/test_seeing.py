@@ -17,17 +17,9 @@ pytestmark = pytest.mark.end_to_end
 
 STEPS = 12
 GOODPUT = {f"goodput/{kind}" for kind in (*KINDS, "lost", "down")}
-EVERY_STEP = {
-    *("train/loss", "train/learning_rate", "train/gradient_norm"),
-    *(
-        f"throughput/{name}"
-        for name in (
-            *("duration", "loading_time", "hook_time", "examples_per_second", "tokens_per_second", "total_tokens"),
-            *("total_gflops", "gflops_per_second"),
-        )
-    ),
-    "checkpoint/blocking_seconds",
-}
+TIMES = ("duration", "loading_time", "hook_time", "examples_per_second", "tokens_per_second", "total_tokens")
+EVERY_STEP = {"train/loss", "train/learning_rate", "train/gradient_norm", "checkpoint/blocking_seconds"}
+EVERY_STEP |= {f"throughput/{name}" for name in (*TIMES, "total_gflops", "gflops_per_second")}
 
 TRACKERS = '''
 import json, os, threading

@@ -28,11 +28,9 @@ ARCEE, GEMMA2, MIXTURE = (MODELS[name][2] for name in ("arcee", "gemma2", "qwen3
 # model settings and `lora` sections
 VARIANTS = {
     "gpt2 with trained tied tables": ("gpt2", {}, {"modules_to_save": TABLES}),
-    "gpt2 without the projections of attention": ("gpt2", {}, {"target_modules": r".*\.mlp\..*"}),
     "llama with trained tables": ("llama", {}, {"modules_to_save": TABLES, "target_modules": ["q_proj", "v_proj"]}),
     "llama with trained tied tables": ("llama", {"tie_word_embeddings": True}, {"modules_to_save": ["lm_head"]}),
     "llama with rslora": ("llama", {}, {"use_rslora": True, "target_modules": "all-linear"}),
-    "llama, not scanned": ("llama", {"scan_layers": False}, {}),
     "gemma2": ("llama", GEMMA2, {}),
     "attention of a mixture": ("llama", MIXTURE, {}),
     "arcee with a pattern of targets": ("llama", ARCEE, {"target_modules": ["up_proj", "k_proj"]}),
