@@ -145,22 +145,40 @@ def lmtrain(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Callabl
     return run
 
 
-@pytest.fixture(scope="session")
-def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with `tiny.json` and its run `one`, trained for 12 steps once for all workers of the suite: read only.
+def run_once(
+    factory: pytest.TempPathFactory, name: str, settings: dict, *commands: Sequence[object], file: str = "tiny.json"
+) -> Path:
+    """A folder with `file`, in which the commands ran once for all workers of the suite: read only.
 
-    `output.txt` has what it printed.
+    `output.txt` has what the first one printed.
     """
-    folder = tmp_path_factory.getbasetemp()
-    folder = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "tiny run"
+    folder = factory.getbasetemp()
+    folder = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / name
     folder.mkdir(exist_ok=True)
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (folder / "output.txt").exists():
-            (folder / "tiny.json").write_text(json.dumps(tiny_settings()))  # JSON is YAML
-            done = run_in_process(["train", "tiny.json", "--trainer.id", "one"], folder, code=0)
-            (folder / "output.txt").write_text(done.stderr)
+            (folder / file).write_text(json.dumps(settings))  # JSON is YAML
+            printed, *_ = [run_in_process(command, folder, code=0).stderr for command in commands]
+            (folder / "output.txt").write_text(printed)
     return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with `tiny.json` and its run `one` of 12 steps: read only."""
+    return run_once(tmp_path_factory, "tiny run", tiny_settings(), ["train", "tiny.json", "--trainer.id", "one"])
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with `base.yaml`, its run `base` of 12 steps, and the export of that to the folder `base`: read only."""
+    settings = tiny_settings()
+    sizes = {"hidden_dim": 32, "intermediate_dim": 48, "num_heads": 4, "num_kv_heads": 2, "num_layers": 2}
+    settings["model"] = {"type": "llama", **sizes, "seq_len": 64}
+    settings["trainer"] |= {"id": "base", "steps_per_eval": 12}
+    commands = (["train", "base.yaml"], ["export-hf", "base.yaml", "--output", "base"])
+    return run_once(tmp_path_factory, "tiny llama", settings, *commands, file="base.yaml")
 
 
 def log_lines(folder: Path, run: str = "one") -> list[dict]:

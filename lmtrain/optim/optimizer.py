@@ -17,8 +17,9 @@ from lmtrain.optim.config import (
     OptimizerConfig,
     SophiaConfig,
 )
+from lmtrain.optim.muon import labels_of, muon_or_adam
 from lmtrain.optim.schedules import Schedule
-from lmtrain.optim.transforms import decay_mask, in_float32, skip_bad_steps
+from lmtrain.optim.transforms import decay_mask, in_float32, scale_by_sophia, skip_bad_steps
 
 
 class LearningRateState(NamedTuple):
@@ -67,14 +68,10 @@ def _direction(config: OptimizerConfig, axes: Any) -> list[optax.GradientTransfo
         case LionConfig():
             return [in_float32(optax.scale_by_lion(config.beta1, config.beta2), narrow=["mu"])]
         case MuonConfig():
-            from lmtrain.optim.muon import muon_or_adam
-
             return [muon_or_adam(config, axes)]
         case AdafactorConfig():
             return _adafactor(config, axes)
         case SophiaConfig():
-            from lmtrain.optim.transforms import scale_by_sophia
-
             return [scale_by_sophia(config)]
 
 
@@ -82,8 +79,6 @@ def _decay(config: OptimizerConfig, axes: Any) -> list[optax.GradientTransformat
     """Weight decay. With Muon, parameters that Adam updates decay by Adam's learning rate."""
     if not isinstance(config, MuonConfig):
         return [optax.add_decayed_weights(config.weight_decay, mask=partial(decay_mask, config))]
-    from lmtrain.optim.muon import labels_of
-
     labels = labels_of(axes)
 
     def decay(label: str, rate: float) -> optax.GradientTransformation:

@@ -71,8 +71,6 @@ _MAX_POINTS = 5000
 
 def plot_learning_rate(config: OptimizerConfig, steps: int, path: str) -> None:
     """Write a plot in the format of the file's extension. Raises `UserError` if it cannot be written."""
-    import jax
-    import jax.numpy as jnp
     import numpy as np
     from matplotlib.figure import Figure
 

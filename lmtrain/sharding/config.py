@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from lmtrain.config.section import Section, execution
 from lmtrain.runtime.errors import field_error, suggest_name
@@ -75,18 +75,11 @@ class PartitioningConfig(Section):
                 raise ValueError(_unknown("logical", axis, PARAMETER_AXES))
         return value
 
-    @field_validator("expert_axis_size")
+    @field_validator("expert_axis_size", "replica_dcn_axis_size")
     @classmethod
-    def _one_or_more(cls, value: int | str) -> int | str:
-        if isinstance(value, int) and value < 1:
-            raise ValueError("expected auto, or 1 or more")
-        return value
-
-    @field_validator("replica_dcn_axis_size")
-    @classmethod
-    def _one_or_more_or_each(cls, value: int | str) -> int | str:
-        if isinstance(value, int) and value != -1 and value < 1:
-            raise ValueError("expected auto, -1 (one per slice), or 1 or more")
+    def _one_or_more(cls, value: int | str, info: ValidationInfo) -> int | str:
+        if isinstance(value, int) and value < 1 and (info.field_name, value) != ("replica_dcn_axis_size", -1):
+            raise ValueError("expected auto, or 1 or more; for replica_dcn_axis_size also -1")
         return value
 
     @field_validator("axis_resources", "parameter_axis_resources", "compute_axis_resources")

@@ -18,7 +18,7 @@ from lmtrain.checkpoint.manifest import (
     wrong_bytes,
 )
 from lmtrain.runtime.errors import UserError
-from lmtrain.runtime.storage import delete_file, join, read_bytes, write_bytes
+from lmtrain.runtime.storage import delete_file, join, write_bytes
 
 BLOCK = 8
 CONTENTS = {
@@ -49,47 +49,36 @@ def files(folder, put):
 
 
 @pytest.mark.parametrize(
-    "manifest",
-    [
-        Manifest(step=0, kind=Kind.PERMANENT, saved=0.0, files={}),
-        SMALL,
-        Manifest(
-            step=2**40,
-            kind=Kind.PERMANENT,
-            saved=1e-7,
-            files={"b": FileRecord(0, ""), 'a"\\\n': FileRecord(2**50, "ff")},
-        ),
-    ],
-    ids=["empty", "small", "odd"],
+    ("step", "saved", "files"),
+    [(0, 0.0, {}), (2**40, 1e-7, {"b": FileRecord(0, ""), 'a"\\\n': FileRecord(2**50, "ff")})],
+    ids=["empty", "odd"],
 )
-def test_a_manifest_reads_back_as_it_was_written(manifest, folder, put):
+def test_a_manifest_reads_back_as_it_was_written(step, saved, files, folder, put):
     put(folder, "before")
+    with pytest.raises(FileNotFoundError):
+        read_manifest(folder)
+    manifest = Manifest(step=step, kind=Kind.PERMANENT, saved=saved, files=files)
     write_manifest(folder, manifest)
     assert read_manifest(folder) == manifest
     assert manifest.size == sum(record.size for record in manifest.files.values())
 
 
-def test_a_missing_manifest_raises_file_not_found(folder, put):
-    put(folder, "before")
-    with pytest.raises(FileNotFoundError):
-        read_manifest(folder)
-
-
-def written(tmp_path):
+@pytest.fixture
+def path(tmp_path):
+    """The file of the manifest `SMALL`."""
     write_manifest(str(tmp_path), SMALL)
-    return (tmp_path / NAME).read_bytes()
+    return tmp_path / NAME
 
 
-def test_no_changed_byte_of_a_manifest_goes_unnoticed(tmp_path):
-    """At each position: flipped bits, a space, and all characters of JSON's syntax; a digit may become an exponent."""
-    content = written(tmp_path)
-    path = tmp_path / NAME
+def test_no_changed_byte_of_a_manifest_goes_unnoticed(path):
+    """At each position: flipped bits, a space, and characters of JSON's syntax; a digit may become an exponent."""
+    content = path.read_bytes()
     accepted = []
     for place, right in enumerate(content):
-        for value in {right ^ 1, right ^ 0x80, ord(" "), *b'0123456789eE.-+"{}[],:\\\n\x00aAnN'} - {right}:
+        for value in {right ^ 1, right ^ 0x80, ord(" "), *b'019eE.-"{],\\\n\x00a'} - {right}:
             path.write_bytes(content[:place] + bytes([value]) + content[place + 1 :])
             try:
-                manifest = read_manifest(str(tmp_path))
+                manifest = read_manifest(str(path.parent))
             except DamagedError:
                 continue
             if manifest != SMALL:
@@ -97,18 +86,18 @@ def test_no_changed_byte_of_a_manifest_goes_unnoticed(tmp_path):
     assert accepted == []
 
 
-@pytest.mark.parametrize("keep", [0, 1, 100, -2, -1, None])
-def test_a_truncated_or_extended_manifest_is_corrupt(tmp_path, keep):
-    content = written(tmp_path)
-    (tmp_path / NAME).write_bytes(content + b"\n" if keep is None else content[:keep])
-    with pytest.raises(DamagedError, match=r"^manifest.json is corrupt$"):
-        read_manifest(str(tmp_path))
+@pytest.mark.parametrize("keep", [0, 100, -1, None])
+def test_a_truncated_or_extended_manifest_is_corrupt(path, keep):
+    content = path.read_bytes()
+    path.write_bytes(content + b"\n" if keep is None else content[:keep])
+    with pytest.raises(DamagedError):
+        read_manifest(str(path.parent))
 
 
 @pytest.mark.parametrize(
     "content",
-    [b"null", b"[]", b"{}", b'{"files": 1}', b"\x00" * 500, b"[" * 100_000, b'{"step": ' + b"1" * 5000 + b"}"],
-    ids=["null", "list", "empty", "number", "zeros", "deep", "long"],
+    [b"[]", b"{}", b'{"files": 1}', b"\x00" * 500, b"[" * 100_000, b'{"step": ' + b"1" * 5000 + b"}"],
+    ids=["list", "empty", "number", "zeros", "deep", "long"],
 )
 def test_content_that_is_not_a_manifest_is_corrupt(tmp_path, content):
     (tmp_path / NAME).write_bytes(content)
@@ -133,21 +122,11 @@ def test_a_changed_byte_in_any_block_is_found(folder, put, place):
     assert wrong_bytes(folder, manifest, ["a"]) == ["a"]
 
 
-def test_only_the_requested_files_are_compared(files):
-    manifest = Manifest(step=1, kind=Kind.PERMANENT, saved=0.0, files=record_files(files, CONTENTS))
-    for name in ("a block", "two blocks"):
-        write_bytes(join(files, name), read_bytes(join(files, name)).replace(b"x", b"y"))
-    assert wrong_bytes(files, manifest, ["a block", "a byte"]) == ["a block"]
-    assert wrong_bytes(files, manifest, CONTENTS) == ["a block", "two blocks"]
-
-
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ({"a block": None}, "a block is missing"),
-        ({"a block": 7}, "a block has 7 bytes, not 8"),
-        ({"a block": 12345}, "a block has 12,345 bytes, not 8"),
-        ({"a byte": None, "deep/in/ö": None}, "a byte is missing; deep/in/ö is missing"),
+        ({"a block": 7}, "a block .*7.* 8"),
+        ({"a byte": None, "deep/in/ö": None}, "a byte .*deep/in/ö "),
         ({"notes.txt": 9}, None),  # an additional file is ignored
     ],
 )
@@ -162,7 +141,7 @@ def test_all_files_of_a_wrong_size_are_named(files, sizes, message):
     if message is None:
         check_sizes(files, manifest)
         return
-    with pytest.raises(DamagedError, match=f"^{message}$"):
+    with pytest.raises(DamagedError, match=message):
         check_sizes(files, manifest)
 
 
@@ -183,5 +162,5 @@ def test_a_manifest_of_another_version_is_not_reported_as_corrupt(tmp_path, monk
     with monkeypatch.context() as patch:
         patch.setattr(module, "_FORMAT", 2)
         write_manifest(str(tmp_path), SMALL)
-    with pytest.raises(UserError, match="format 2, expected 1"):
+    with pytest.raises(UserError, match="format 2"):
         read_manifest(str(tmp_path))

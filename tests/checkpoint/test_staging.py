@@ -48,6 +48,8 @@ def test_corruption_after_verification_is_found_during_the_download(folder, make
 def test_too_little_space_for_a_download_is_reported_with_the_sizes(folder, make_checkpoint, staging, monkeypatch):
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**9, 10**9 - 10, 10))
-    message = rf"^{staging} has 10 B free, .* takes \d+ B; set trainer.checkpointer"
-    with pytest.raises(UserError, match=message), local_copy(make_checkpoint(folder, 5), ["params"], str(staging)):
+    with (
+        pytest.raises(UserError, match=r"10 B free.*trainer.checkpointer"),
+        local_copy(make_checkpoint(folder, 5), ["params"], str(staging)),
+    ):
         pass

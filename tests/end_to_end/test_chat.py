@@ -12,8 +12,6 @@ from chat_tokenizer import CONVERSATION, MARKED, write_chat_tokenizer, write_cha
 from conftest import TRAIN_FILES, VALIDATION_FILES, logged, run_in_process, tiny_settings
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lmtrain.generation.chat import Chat
-
 pytestmark = pytest.mark.end_to_end
 
 LENGTH = 128
@@ -75,14 +73,15 @@ def test_the_loss_on_conversations_is_that_of_transformers_with_the_same_mask(tr
 
 
 def talk(folder, monkeypatch, lines, *arguments, code=0):
-    content = lines.encode() if isinstance(lines, str) else lines
-    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(content), "utf-8"))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(lines.encode("latin-1")), "utf-8"))
     done = run_in_process(["generate", *arguments, "--chat", "--max_new_tokens", "12"], folder, code)
     return done.stdout if code == 0 else done.stderr
 
 
 def test_each_line_gets_a_reply_and_clear_starts_again(trained, monkeypatch):
-    first = talk(trained, monkeypatch, "Stars?\nRain?\n/clear\nStars?\n", "chat.yaml", "--temperature", "0")
+    """A message that fills the context or is not UTF-8 is an error and is not kept."""
+    lines = f"{'stars ' * LENGTH}\ncaf\u00e9\nStars?\nRain?\n/clear\nStars?\n"
+    first = talk(trained, monkeypatch, lines, "chat.yaml", "--temperature", "0")
     model = AutoModelForCausalLM.from_pretrained(trained / "model", dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(trained / "model")
     messages, expected = [], []
@@ -97,17 +96,8 @@ def test_each_line_gets_a_reply_and_clear_starts_again(trained, monkeypatch):
         messages.append({"role": "assistant", "content": reply})
         expected.append(reply)
     assert first == "".join(f"{reply}\n" for reply in (*expected, expected[0]))
-    assert (
-        talk(trained, monkeypatch, "Stars?\n/exit\nRain?\n", "--hf", "model", "--temperature", "0")
-        == f"{expected[0]}\n"
-    )
-
-
-def test_a_message_that_fills_the_context_or_is_not_utf8_is_an_error_and_is_not_kept(trained, monkeypatch):
-    refused = f"{'stars ' * LENGTH}\ncaf\u00e9\n".encode("latin-1")
-    alone = talk(trained, monkeypatch, "Stars?\n", "chat.yaml", "--temperature", "0")
-    after = talk(trained, monkeypatch, refused + b"Stars?\n", "chat.yaml", "--temperature", "0")
-    assert after == alone
+    of_export = talk(trained, monkeypatch, "Stars?\n/exit\nRain?\n", "--hf", "model", "--temperature", "0")
+    assert of_export == f"{expected[0]}\n"
 
 
 def test_a_missing_or_wrong_template_ends_a_chat(trained, monkeypatch):
@@ -162,7 +152,7 @@ def test_a_template_that_fails_in_a_worker_is_an_error_with_both_lines(chat_conf
         assert part in last
 
 
-def test_the_template_of_the_training_data_is_that_of_exports_and_chats(tmp_path, trained, monkeypatch):
+def test_the_template_of_the_training_data_is_that_of_exports(tmp_path, trained):
     """Also if its file is gone: the run keeps it."""
     (tmp_path / "qa.jinja").write_text(
         "{% for m in messages %}{{ ('Q: ' if m.role == 'user' else 'A: ') + m.content + '\n' }}{% endfor %}"
@@ -184,14 +174,8 @@ def test_the_template_of_the_training_data_is_that_of_exports_and_chats(tmp_path
     for folder in ("exports/qa/step-2", "model", "logs/qa/tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(tmp_path / folder)
         assert tokenizer.chat_template == template
-        assert tokenizer.apply_chat_template(CONVERSATION[1:2], tokenize=False, add_generation_prompt=True).endswith(
-            "A: "
-        )
-    monkeypatch.setattr("sys.stdin", io.StringIO("/exit\n"))
-    seen = []
-    monkeypatch.setattr(Chat, "__init__", lambda self, *arguments: seen.append(arguments[3].text))
-    run_in_process(["generate", "qa.yaml", "--chat"], tmp_path, code=0)
-    assert seen == [template]
+        asked = tokenizer.apply_chat_template(CONVERSATION[1:2], tokenize=False, add_generation_prompt=True)
+        assert asked.endswith("A: ")
 
 
 @pytest.mark.long

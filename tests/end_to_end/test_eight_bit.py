@@ -4,7 +4,7 @@ import json
 
 import pytest
 from conftest import logged, run_in_process, tiny_settings
-from end_to_end.small_models import train_and_export, write
+from end_to_end.small_models import assert_resumes_with_the_same_bits, continued, copy_of_base, write
 from faults.runs import array_bytes
 
 pytestmark = pytest.mark.end_to_end
@@ -13,15 +13,14 @@ MP = "p=f32,c=bfloat16,q="
 
 def settings_of(name, **trainer):
     settings = tiny_settings()
-    settings["optimizer"]["lr_schedule"] = "constant"  # so that a run of fewer steps has the same beginning
     settings["trainer"] |= {"id": name, "num_train_steps": 8, "mp": f"{MP}fp8", **trainer}
     return settings
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """A folder with `whole`, a run of 8 steps."""
-    folder = tmp_path_factory.mktemp("eight_bit")
+def folder(tiny_llama, tmp_path_factory):
+    """A folder with `whole`, a run of 8 steps, and the model `base`."""
+    folder = copy_of_base(tiny_llama, tmp_path_factory, "eight_bit")
     train(folder, "whole")
     return folder
 
@@ -32,32 +31,22 @@ def train(folder, name, code=0, **trainer):
 
 
 def test_a_run_that_resumes_has_the_same_bits(folder):
-    train(folder, "resumed", num_train_steps=4)
-    train(folder, "resumed")
-    assert array_bytes(folder, 8, "resumed") == array_bytes(folder, 8, "whole")
-    assert logged(folder, "train/loss", "resumed") == logged(folder, "train/loss", "whole")
+    assert_resumes_with_the_same_bits(folder, "whole.yaml", "whole")
 
 
-def test_a_run_can_go_back_to_16_bits_which_is_logged_and_changes_no_step_before(folder):
-    train(folder, "back", num_train_steps=4)
-    output = train(folder, "back", mp="p=f32,c=bfloat16")
+def test_a_run_can_go_back_to_16_bits_with_the_same_types_of_parameters_and_moments(folder):
+    output = continued(folder, "whole.yaml", "whole", "--trainer.mp", "p=f32,c=bfloat16")
     assert "trainer.mp" in output
     assert "q=fp8" in output
-    before, after = (logged(folder, "train/loss", name) for name in ("whole", "back"))
-    assert [before[step] for step in range(1, 5)] == [after[step] for step in range(1, 5)]
-    assert before[8] != after[8]
-    assert before[8] == pytest.approx(after[8], rel=0.02)
-
-
-def test_parameters_moments_and_the_export_have_the_types_of_a_run_without_q(folder):
-    train(folder, "plain", mp="p=f32,c=bfloat16")
-    plain, small = (array_bytes(folder, 8, name) for name in ("plain", "whole"))
+    before, after = (logged(folder, "train/loss", name)[8] for name in ("whole", "whole-again"))
+    assert before != after
+    assert before == pytest.approx(after, rel=0.02)
+    plain, small = (array_bytes(folder, 8, name) for name in ("whole-again", "whole"))
     assert {name: len(value) for name, value in plain.items()} == {name: len(value) for name, value in small.items()}
     run_in_process(["export-hf", "whole.yaml", "--output", "exported", "--verify"], folder, 0)
 
 
 def test_lora_on_a_base_in_8_bits_trains_and_exports_on_the_base_as_it_is(folder):
-    train_and_export(folder, "base", seq_len=32)
     settings = settings_of("adapters")
     settings["model"] = {"type": "llama", "seq_len": 32}
     settings |= {"initialize_from_hf": "base", "use_hf_model_config": True}

@@ -8,8 +8,8 @@ import pytest
 import torch
 import yaml
 from conftest import TOKENIZER, logged, run_in_process, tiny_settings
-from end_to_end.small_models import train_and_export, write
-from faults.runs import array_bytes, arrays
+from end_to_end.small_models import assert_resumes_with_the_same_bits, copy_of_base, write
+from faults.runs import arrays
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -23,7 +23,6 @@ pytestmark = [
 def lora_settings(**lora):
     settings = tiny_settings()
     settings["model"] = {"type": "llama", "seq_len": 32}
-    settings["optimizer"]["lr_schedule"] = "constant"  # so that a run of fewer steps has the same beginning
     settings["trainer"] |= {"id": "adapters", "num_train_steps": 8}
     more = {"initialize_from_hf": "base", "use_hf_model_config": True, "hf_save_path": "exports", "hf_save_steps": 4}
     return settings | more | {"lora": {"r": 4, "alpha": 32, "dropout": 0.1, **lora}}
@@ -34,18 +33,12 @@ def run(folder, *arguments, code=0):
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def folder(tiny_llama, tmp_path_factory):
     """A folder with a run `base`, its export `base`, and lora.yaml, trained for 8 steps."""
-    folder = tmp_path_factory.mktemp("lora")
-    train_and_export(folder, "base", seq_len=32, steps_per_eval=12)
+    folder = copy_of_base(tiny_llama, tmp_path_factory, "lora")
     write(folder, "lora", lora_settings())
     run(folder, "train", "lora.yaml")
     return folder
-
-
-def logits(model, tokens):
-    with torch.no_grad():
-        return model(torch.from_numpy(tokens)).logits.numpy()
 
 
 def test_a_checkpoint_has_the_adapters_only_with_the_fingerprint_of_the_base(folder):
@@ -57,39 +50,30 @@ def test_a_checkpoint_has_the_adapters_only_with_the_fingerprint_of_the_base(fol
     assert len(info["base"]["fingerprint"]) == 32
 
 
-def test_exports_as_adapter_and_merged_give_the_same_logits_as_the_model(folder):
+def test_a_run_that_is_resumed_ends_with_the_same_bits(folder):
+    assert_resumes_with_the_same_bits(folder, "lora.yaml", "adapters")
+
+
+def test_exports_as_adapter_and_merged_give_the_same_logits_and_loss_as_the_model(folder):
     run(folder, "export-hf", "lora.yaml", "--output", "adapter", "--verify")
     run(folder, "export-hf", "lora.yaml", "--output", "merged", "--merge", "--verify")
     for name in ("adapter_model.safetensors", "adapter_config.json"):
         assert (folder / "exports/adapters/step-8" / name).read_bytes() == (folder / "adapter" / name).read_bytes()
-    tokens = np.random.default_rng(0).integers(0, 384, (2, 32))
-    base = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.float32).eval()
-    without = logits(base, tokens)
-    adapted = logits(PeftModel.from_pretrained(base, folder / "adapter").eval(), tokens)
-    merged = logits(AutoModelForCausalLM.from_pretrained(folder / "merged", dtype=torch.float32).eval(), tokens)
+    tokens = torch.from_numpy(np.random.default_rng(0).integers(0, 384, (2, 32)))
+
+    def logits(model):
+        with torch.no_grad():
+            return model.eval()(tokens).logits.numpy()
+
+    base = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.float32)
+    without = logits(base)
+    adapted = logits(PeftModel.from_pretrained(base, folder / "adapter"))
+    merged = logits(AutoModelForCausalLM.from_pretrained(folder / "merged", dtype=torch.float32))
     assert np.abs(adapted - without).max() > 1e-2
     np.testing.assert_allclose(adapted, merged, rtol=0, atol=1e-4)
-
-
-def test_the_command_eval_gives_the_loss_of_training(folder):
     (*_, loss) = logged(folder, "eval/loss", "adapters").values()
-    found = json.loads(run(folder, "eval", "lora.yaml").stdout)
-    assert found["eval/loss"] == pytest.approx(loss, abs=1e-5)
-    assert json.loads(run(folder, "eval", "--run", "adapters").stdout) == found
-    run(folder, "export-hf", "lora.yaml", "--output", "merged", "--merge")
-    merged = json.loads(run(folder, "eval", "lora.yaml", "--hf", "merged").stdout)
-    assert merged["eval/loss"] == pytest.approx(loss, abs=1e-5)
-    assert "The" in run(folder, "generate", "lora.yaml", "--prompt", "The", "--max_new_tokens", "4").stdout
-
-
-def test_a_run_that_is_resumed_ends_with_the_same_bits(folder):
-    settings = lora_settings()
-    settings["trainer"]["id"] = "resumed"
-    write(folder, "resumed", settings)
-    run(folder, "train", "resumed.yaml", "--trainer.num_train_steps", "4")
-    output = run(folder, "train", "resumed.yaml").stderr
-    assert "resuming after step 4" in output
-    assert array_bytes(folder, 8, "adapters") == array_bytes(folder, 8, "resumed")
+    for flags in (["lora.yaml"], ["--run", "adapters"], ["lora.yaml", "--hf", "merged"]):
+        assert json.loads(run(folder, "eval", *flags).stdout)["eval/loss"] == pytest.approx(loss, abs=1e-5)
 
 
 def test_a_missing_or_changed_base_is_a_user_error(folder, tmp_path):
@@ -103,11 +87,7 @@ def test_a_missing_or_changed_base_is_a_user_error(folder, tmp_path):
         done = run(copy, *command, code=2)
         assert "the base model of the adapters has changed" in done.stderr
     weights.unlink()
-    for command in (
-        ("train", "lora.yaml", "--trainer.num_train_steps", "9"),
-        ("export-hf", "lora.yaml", "--output", "x"),
-    ):
-        assert "no model.safetensors" in run(copy, *command, code=2).stderr
+    assert "no model.safetensors" in run(copy, "export-hf", "lora.yaml", "--output", "x", code=2).stderr
     assert not (copy / "x").exists()
 
 

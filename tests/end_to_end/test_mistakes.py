@@ -18,16 +18,13 @@ ASKED = [{"role": "user", "content": "Who counts?"}]
         (["--data.train_urls", "[absent.jsonl]"], ["no such file", "absent.jsonl"]),
         (["--data.train_urls", "['part.{1..3.jsonl']"], ["unbalanced braces"]),
         (["--data.train_urls", "['.']"], [".: is a folder"]),
-        (["--data.train_urls", "null"], ["data.train_urls", "no text for training"]),
         (["--data.cache_dir", "tiny.yaml"], ["data.cache_dir: tiny.yaml/train cannot be created: "]),
         (["--data.tokenizer", "no/such/folder"], ["no such folder", "lmtrain tokenizer train"]),
-        (["--model.num_headz", "3"], ["--model.num_headz: no such setting; did you mean model.num_heads?"]),
         (["--model.hidden_dim", "4194304", "--model.num_heads", "64"], ["the training state needs"]),
         (["--trainer.model_axis_size", "2"], ["trainer.model_axis_size", "1 device"]),
         (["--trainer.checkpointer.base_path", "tiny.yaml"], ["trainer.checkpointer.base_path"]),
         (["--trainer.load_checkpoint", "true"], ["trainer.load_checkpoint: no complete checkpoint"]),
-        (["--trainer.load_checkpoint_path", "nosuch"], ["load_checkpoint_path: checkpoint nosuch: no such folder"]),
-        (["--trainer.initialize_from", "nosuch"], ["trainer.initialize_from: checkpoint nosuch: no such folder"]),
+        (["--trainer.initialize_from", "nosuch"], ["trainer.initialize_from: checkpoint nosuch: "]),
         (["--trainer.sample_prompts", f"[{'the robot ' * 40}]"], ["trainer.sample_prompts"]),
         (["--hf_save_path", "tiny.yaml"], ["hf_save_path: tiny.yaml/", " cannot be created: "]),
         (["--initialize_from_checkpoint_path", "elsewhere", "--lora", "{r: 33, base_dtype: float32}"], ["lora.r: 33"]),
@@ -62,20 +59,6 @@ def test_what_the_data_must_show_is_found_before_the_first_step(
     assert not (tmp_path / "checkpoints").exists()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        (["train", "absent.yaml"], "absent.yaml: no such config"),
-        (["tokenizer", "train", "absent.jsonl", "--output", "x"], "no such file: absent.jsonl"),
-        (["config", "chek", "tiny.yaml"], "expected one of: check, show"),
-    ],
-)
-def test_a_wrong_command_line(run_cli, settings, write_config, tmp_path, arguments, expected):
-    write_config(settings)
-    assert expected in run_cli(*arguments, code=2).stderr
-    assert os.listdir(tmp_path) == ["tiny.yaml"]
-
-
 def test_an_unavailable_platform_is_an_error(lmtrain, settings, write_config, tmp_path, monkeypatch):
     write_config(settings)
     monkeypatch.setenv("JAX_PLATFORMS", "cuda")
@@ -86,32 +69,24 @@ def test_an_unavailable_platform_is_an_error(lmtrain, settings, write_config, tm
 
 @pytest.mark.parametrize("name", ["steps_per_eval", pytest.param("validation_urls", marks=pytest.mark.long)])
 def test_a_run_without_evaluation_is_valid(run_cli, settings, write_config, tmp_path, name):
-    """An existing validation cache is ignored."""
-    settings["trainer"] |= {"num_train_steps": 1, "id": "one"}
-    settings["optimizer"]["warmup"] = 0
+    """An existing validation cache is ignored. An empty section `lora` is logged once, as is the layout."""
+    settings["trainer"]["id"] = "one"
+    settings["lora"] = None
     write_config(settings)
     run_cli("preprocess", "tiny.yaml", code=0)
     settings["trainer" if name == "steps_per_eval" else "data"][name] = None
     write_config(settings)
-    run_cli("train", "tiny.yaml", code=0)
+    printed = run_cli("train", "tiny.yaml", code=0).stderr
+    assert printed.count("lora: is null") == printed.count("device(s), mesh") == 1
     assert logged(tmp_path, "train/loss")
     assert not logged(tmp_path, "eval/loss")
-
-
-def test_an_empty_lora_section_and_the_layout_are_logged_once(run_cli, settings, write_config):
-    settings["lora"] = None
-    settings["trainer"]["num_train_steps"] = 3
-    write_config(settings)
-    printed = run_cli("train", "tiny.yaml", code=0).stderr
-    assert printed.count("lora: is null") == 1
-    assert printed.count("device(s), mesh") == 1
 
 
 def test_a_source_without_documents_is_refused(run_cli, settings, write_config, tmp_path):
     (tmp_path / "empty.jsonl").write_text("\n \n")
     settings["data"]["train_urls"] = ["empty.jsonl"]
     write_config(settings)
-    for command in ("preprocess", "train", "preprocess"):
+    for command in ("preprocess", "train"):
         done = run_cli(command, "tiny.yaml", code=2)
         assert "cache/train: no documents in empty.jsonl" in done.stderr
         assert "complete," not in done.stderr
@@ -133,6 +108,7 @@ def chats(tmp_path, settings):
             "format": {"type": "chat", **format},
         }
         settings["model"]["seq_len"] = 128
+        settings["trainer"] |= {"steps_per_eval": 100, "num_train_steps": 3}
         (tmp_path / "chat.yaml").write_text(yaml.safe_dump(settings))
         return settings
 

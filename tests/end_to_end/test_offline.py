@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-pytestmark = pytest.mark.end_to_end
+pytestmark = [pytest.mark.end_to_end, pytest.mark.long]  # in the suite: test_shipped_config.py, without a network
 
 # A DNS look-up or a connection ends the process with exit code 99 and a message.
 WATCHED = """
@@ -35,7 +35,6 @@ def watched(folder, *arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, env=environment)
 
 
-@pytest.mark.long
 def test_training_exporting_and_initializing_from_a_folder_make_no_connection(settings, write_config, tmp_path):
     settings["trainer"] |= {"num_train_steps": 2, "steps_per_eval": 100, "id": "alone"}
     write_config(settings | {"hf_save_path": "exports"})

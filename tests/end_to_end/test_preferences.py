@@ -8,8 +8,7 @@ import shutil
 import numpy as np
 import pytest
 from conftest import TRAIN_FILES, log_lines, logged, run_in_process, tiny_settings
-from end_to_end.small_models import train_and_export, write
-from faults.runs import array_bytes
+from end_to_end.small_models import assert_resumes_with_the_same_bits, copy_of_base, write
 
 from lmtrain.preprocess.documents import read_texts
 
@@ -31,17 +30,16 @@ def settings_of(name, objective, **more):
         "format": {"type": "preference"},
     }
     settings["model"] = {"type": "llama", "seq_len": 48}
-    settings["optimizer"] |= {"lr_schedule": "constant", "warmup": 0}
+    settings["optimizer"]["warmup"] = 0
     settings["trainer"] |= {"id": name, "num_train_steps": 8, "steps_per_eval": 8}
     more = {"initialize_from_hf": "base", "use_hf_model_config": True} | more
     return settings | {"objective": objective} | more
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def folder(tiny_llama, tmp_path_factory):
     """A folder with a model `base`, pairs of answers (words in their order, and shuffled), and runs of all kinds."""
-    folder = tmp_path_factory.mktemp("preferences")
-    train_and_export(folder, "base", seq_len=48)
+    folder = copy_of_base(tiny_llama, tmp_path_factory, "preferences")
     texts = [text.split() for text in read_texts(TRAIN_FILES[0], "text")]
     texts = [words[:8] for words in texts if len(words) >= 8]
     shuffle = random.Random(0)
@@ -88,44 +86,35 @@ def stored(folder):
 
 @pytest.mark.parametrize("name", ["dpo", pytest.param("lora", marks=pytest.mark.long)])
 def test_a_run_that_is_resumed_is_the_straight_run_with_or_without_its_stored_reference(folder, trained, name):
-    trained(name)
-    before = stored(folder)
-    assert len(before) == 2  # one for each split: the base is the reference of both runs
-    run(folder, "train", f"{name}.yaml", "--trainer.id", f"{name}-again", "--trainer.num_train_steps", 4)
-    assert stored(folder) == before  # used again
-    for path in before:
-        path.unlink()
-    output = run(folder, "train", f"{name}.yaml", "--trainer.id", f"{name}-again").stderr
-    assert "resuming after step 4" in output
-    assert "log-probabilities of" in output
-    assert array_bytes(folder, 8, f"{name}-again") == array_bytes(folder, 8, name)
-    assert logged(folder, "train/loss", f"{name}-again") == logged(folder, "train/loss", name)
-
-
-def test_stored_values_that_are_corrupt_are_computed_again(folder, trained):
+    """One of two files is gone and one is corrupt: both are computed again."""
     trained("dpo")
     before = stored(folder)
-    corrupt = min(before)
+    assert len(before) == 2  # one for each split: the base is the reference of both runs
+    trained("lora")
+    assert stored(folder) == before  # used again
+    corrupt, gone = sorted(before)
     content = bytearray(corrupt.read_bytes())
     content[-40:-36] = bytes(4)
     corrupt.write_bytes(content)
-    output = run(folder, "train", "dpo.yaml", "--trainer.id", "corrupt", "--trainer.num_train_steps", 1).stderr
-    assert output.count(" is corrupt: ") == output.count(": log-probabilities of ") == 1, output
+    gone.unlink()
+    output = assert_resumes_with_the_same_bits(folder, f"{name}.yaml", name)
+    assert (output.count(" is corrupt: "), output.count(": log-probabilities of ")) == (1, 2), output
     assert stored(folder).keys() == before.keys()
 
 
-def test_a_reference_that_has_changed_is_refused(folder):
-    run(folder, "train", "dpo.yaml", "--trainer.id", "changed", "--trainer.num_train_steps", 4)
-    for path in stored(folder):
+def test_a_reference_that_has_changed_is_refused(folder, trained):
+    trained("dpo")
+    kept = {path: path.read_bytes() for path in stored(folder)}
+    for path in kept:
         path.unlink()
     shutil.move(folder / "base", folder / "kept")
     run(folder, "export-hf", "base.yaml", "--checkpoint", "checkpoints/base/step-4", "--output", "base")
-    try:
-        output = run(folder, "train", "dpo.yaml", "--trainer.id", "changed", code=2).stderr
-        assert "the model that this run started from has changed" in output  # not another difference
-    finally:
-        shutil.rmtree(folder / "base")
-        shutil.move(folder / "kept", folder / "base")
+    output = run(folder, "train", "dpo.yaml", "--trainer.num_train_steps", 9, code=2).stderr
+    assert "the model that this run started from has changed" in output  # not another difference
+    shutil.rmtree(folder / "base")
+    shutil.move(folder / "kept", folder / "base")
+    for path, content in kept.items():
+        path.write_bytes(content)
 
 
 @pytest.mark.long
@@ -142,7 +131,6 @@ def test_other_commands_read_the_run(folder, trained):
     shown = run(folder, "preprocess", "dpo.yaml", "--show", 2).stdout
     assert "pairs.jsonl:1, chosen: " in shown
     assert "pairs.jsonl:2, rejected: " in shown
-    run(folder, "plan", "lora.yaml", "--device", "h100")
     run(folder, "export-hf", "lora.yaml", "--output", "merged", "--merge", "--verify")
 
 

@@ -17,17 +17,9 @@ pytestmark = pytest.mark.end_to_end
 
 STEPS = 12
 GOODPUT = {f"goodput/{kind}" for kind in (*KINDS, "lost", "down")}
-EVERY_STEP = {
-    *("train/loss", "train/learning_rate", "train/gradient_norm"),
-    *(
-        f"throughput/{name}"
-        for name in (
-            *("duration", "loading_time", "hook_time", "examples_per_second", "tokens_per_second", "total_tokens"),
-            *("total_gflops", "gflops_per_second"),
-        )
-    ),
-    "checkpoint/blocking_seconds",
-}
+TIMES = ("duration", "loading_time", "hook_time", "examples_per_second", "tokens_per_second", "total_tokens")
+EVERY_STEP = {"train/loss", "train/learning_rate", "train/gradient_norm", "checkpoint/blocking_seconds"}
+EVERY_STEP |= {f"throughput/{name}" for name in (*TIMES, "total_gflops", "gflops_per_second")}
 
 TRACKERS = '''
 import json, os, threading
@@ -39,9 +31,9 @@ tracker._HANGING_SECONDS = 600.0
 
 
 def finish(tracker, original=tracker.BackgroundTracker.finish):
-    """The tracker that hangs is abandoned after 3 s, the others have their 30."""
+    """The tracker that hangs is abandoned at once, the others have their 30 s."""
     if "Hangs" in tracker._name:
-        tracker.finish_seconds = 3.0
+        tracker.finish_seconds = 0.5
     original(tracker)
 
 
@@ -191,11 +183,8 @@ def test_a_custom_tracker_gets_all_metrics_of_the_json_log_and_the_samples_of_th
     assert logged == [(line["step"], [sorted(line.keys() - {"step"})]) for line in log_lines(seen[0])[1:]]
     artifacts = {kind: name for verb, *_, name, kind in (call for call in calls if call[0] == "artifact")}
     assert artifacts == {kind: f"{RUN}-{kind}" for kind in ("config", "profile")}
-    assert [call[0] for call in calls if call[0] not in ("log", "text", "artifact")] == [
-        "hyperparameters",
-        "summary",
-        "finish",
-    ]
+    verbs = [call[0] for call in calls if call[0] not in ("log", "text", "artifact")]
+    assert verbs == ["hyperparameters", "summary", "finish"]
 
 
 def test_the_error_of_a_tracker_is_logged_once_and_costs_no_step(seen):
@@ -204,7 +193,7 @@ def test_the_error_of_a_tracker_is_logged_once_and_costs_no_step(seen):
         assert len(about) == 2, about
         (raised,) = [line for line in about if "Raises" in line]
         (hung,) = [line for line in about if "Hangs" in line]
-        assert "tracker my_trackers.Raises: RuntimeError: the cloud is gone" in raised
+        assert "the cloud is gone" in raised
         assert "tracker my_trackers.Hangs: " in hung
         assert "Traceback" not in output
     assert complete_steps(seen[0]) == list(range(1, STEPS + 1))

@@ -1,7 +1,5 @@
 """A run with transfer: its factors are shown, it resumes, and its export is an ordinary model."""
 
-import json
-
 import pytest
 import yaml
 from conftest import logged, run_in_process, tiny_settings
@@ -33,8 +31,6 @@ def test_exports_are_ordinary_models(name, tmp_path):
     run_in_process(["train", "large.yaml", "--trainer.num_train_steps", "8"], tmp_path, code=0)
     assert logged(tmp_path, "eval/loss")[8] < logged(tmp_path, "eval/loss")[4]
     run_in_process(["export-hf", "large.yaml", "--output", "model", "--verify"], tmp_path, code=0)
-    same = run_in_process(["eval", "large.yaml", "--hf", "model"], tmp_path, code=0)
-    assert json.loads(same.stdout)["eval/loss"] == pytest.approx(logged(tmp_path, "eval/loss")[8], rel=1e-5)
     changed = {**settings, "transfer": {"base": base | {"num_layers": 2}}}
     (tmp_path / "large.yaml").write_text(yaml.safe_dump(changed))
     refused = run_in_process(["train", "large.yaml", "--trainer.num_train_steps", "9"], tmp_path, code=2)

@@ -27,7 +27,6 @@ ALONE = ("--trainer.model_axis_size", "1")
 # name -> number of processes, devices per process, mesh flags
 OTHERS = {
     "1 device": (1, 1, ALONE),
-    "2 devices": (1, 2, ALONE),
     "4 devices": (1, 4, EIGHT),
     "2 processes": (2, 2, EIGHT),
     "8 devices, data parallel": (1, 8, ALONE),

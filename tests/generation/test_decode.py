@@ -62,7 +62,7 @@ def step_by_step(params, prompt, count):
     return tokens[len(prompt) :]
 
 
-@pytest.mark.parametrize("prompt", [[3, 1, 4], [0], [12] * 11], ids=str)
+@pytest.mark.parametrize("prompt", [[3, 1, 4], [12] * 11], ids=str)
 def test_temperature_zero_takes_the_argmax_of_the_full_forward(params, prompt):
     prompt = jnp.array(prompt, jnp.int32)
     settings = SamplingSettings(CONTEXT - len(prompt), temperature=0)
@@ -71,14 +71,12 @@ def test_temperature_zero_takes_the_argmax_of_the_full_forward(params, prompt):
 
 
 def test_the_same_key_gives_the_same_tokens_and_another_key_gives_others(params):
-    settings = SamplingSettings(9, temperature=2.0, top_k=0)
-    assert run(params, settings, seed=1) == run(params, settings, seed=1)
+    """The first tokens do not depend on the number of tokens."""
+    short, settings = (SamplingSettings(count, temperature=2.0, top_k=0) for count in (4, 9))
+    first = run(params, settings, seed=1)
+    assert run(params, settings, seed=1) == first
+    assert run(params, short, seed=1) == first[:4]
     assert len({tuple(run(params, settings, seed=seed)) for seed in range(5)}) > 1
-
-
-def test_top_k_one_is_greedy_at_any_temperature(params):
-    greedy = run(params, GREEDY)
-    assert run(params, SamplingSettings(9, temperature=5.0, top_k=1), seed=3) == greedy
 
 
 def test_text_ends_before_the_first_eos_or_after_all_tokens(params):
@@ -91,11 +89,6 @@ def test_text_ends_before_the_first_eos_or_after_all_tokens(params):
     assert run(params, GREEDY, eos_id=unseen) == run(params, GREEDY, eos_id=None) == greedy
 
 
-def test_a_longer_text_starts_with_the_shorter_one(params):
-    short, long = (SamplingSettings(count, temperature=2.0, top_k=0) for count in (4, 9))
-    assert run(params, long, seed=2)[:4] == run(params, short, seed=2)
-
-
 def frequencies(logits, settings, draws=4000):
     keys = jax.random.split(jax.random.key(0), draws)
     tokens = jax.jit(jax.vmap(lambda key: choose(jnp.asarray(logits, jnp.float32), key, settings)))(keys)
@@ -106,7 +99,7 @@ def frequencies(logits, settings, draws=4000):
 LOGITS = [1.0, 3.0, 0.0, 2.0]
 
 
-@pytest.mark.parametrize(("temperature", "top_k"), [(0.5, 2), (1.0, 0), (1.0, 50), (2.0, 3), (2.0, 4)])
+@pytest.mark.parametrize(("temperature", "top_k"), [(0.5, 2), (1.0, 0), (1.0, 50), (2.0, 3), (5.0, 1)])
 def test_choices_follow_the_softmax_of_the_k_largest(temperature, top_k):
     kept = sorted(LOGITS)[-top_k:] if top_k else LOGITS
     weights = np.array([np.exp(logit / temperature) if logit in kept else 0 for logit in LOGITS])

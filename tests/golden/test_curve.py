@@ -20,29 +20,9 @@ import pytest
 STORED = Path(__file__).with_name("gpt2_nano_curve.json")
 STEPS = 200
 
-WORDS = [
-    "the",
-    "a",
-    "this",
-    "old",
-    "new",
-    "small",
-    "red",
-    "tree",
-    "house",
-    "river",
-    "bird",
-    "man",
-    "child",
-    "book",
-    "sees",
-    "hears",
-    "finds",
-    "loves",
-    "near",
-    "under",
-    "over",
-]
+WORDS = """
+the a this old new small red tree house river bird man child book sees hears finds loves near under over
+""".split()  # noqa: SIM905
 
 
 def text() -> str:

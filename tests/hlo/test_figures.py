@@ -31,19 +31,14 @@ def test_a_batched_product_written_as_a_convolution_counts_positions_inside_only
 @pytest.mark.parametrize(
     ("function", "shapes"),
     [
-        (lambda x, y: x @ y, [(64, 128), (128, 256)]),
         (lambda x, y: jnp.einsum("bij,bkj->bik", x, y), [(3, 64, 128), (3, 32, 128)]),
         (lambda x, y: jnp.einsum("abcd,cdef->abef", x, y), [(2, 3, 16, 8), (16, 8, 4, 32)]),
         (
-            lambda x, y: jax.lax.conv_general_dilated(x, y, (2, 1), ((1, 1), (0, 2)), feature_group_count=2),
-            [(2, 8, 16, 16), (32, 4, 3, 5)],
-        ),
-        (
-            lambda x, y: jax.lax.conv_general_dilated(x, y, (1, 1), ((2, 2), (2, 2)), (2, 3), (1, 2)),
+            lambda x, y: jax.lax.conv_general_dilated(x, y, (2, 1), ((1, 1), (0, 2)), (2, 3), (1, 2)),
             [(2, 8, 12, 12), (16, 8, 3, 3)],
         ),
     ],
-    ids=["matrix", "batched", "two dimensions", "convolution", "dilated convolution"],
+    ids=["batched", "two dimensions", "dilated convolution"],
 )
 def test_without_loops_flops_equal_xlas_count(function, shapes):
     ours, theirs = count_flops(function, *shapes)
@@ -55,6 +50,9 @@ def test_trip_counts_of_nested_loops_multiply():
     found = measure(NESTED_LOOPS, ALONE)
     assert found.flops == 4 * 5 * (2 * 8 * 16 * 16)
     assert [(loop.times, loop.total, loop.is_known) for loop in found.loops] == [(4, 4, True), (5, 20, True)]
+    # the innermost lines of the package
+    assert [product.where for product in found.products] == ["models/layers/linear.py:56"]
+    assert found.loops[0].where == "models/gpt2/model.py:154"
 
 
 def test_a_loop_with_a_computed_bound_is_marked_and_its_trip_count_can_be_given():
@@ -62,20 +60,6 @@ def test_a_loop_with_a_computed_bound_is_marked_and_its_trip_count_can_be_given(
     found = measure(text, ALONE)
     assert [loop.is_known for loop in found.loops] == [True, False]
     assert measure(text, ALONE, lambda op_name: 2.5).flops == 4 * 2.5 * (2 * 8 * 16 * 16)
-
-
-def test_a_scan_multiplies_flops_where_xlas_count_does_not():
-    def function(x, w):
-        return jax.lax.scan(lambda x, _: (jnp.tanh(x @ w), None), x, length=11)[0]
-
-    ours, _ = count_flops(function, (64, 128), (128, 128))
-    assert ours == 11 * 2 * 64 * 128 * 128
-
-
-def test_places_are_the_innermost_lines_of_the_package():
-    found = measure(NESTED_LOOPS, ALONE)
-    assert [product.where for product in found.products] == ["models/layers/linear.py:56"]
-    assert found.loops[0].where == "models/gpt2/model.py:154"
 
 
 def test_a_branch_that_hardly_ever_runs_does_not_count():

@@ -17,12 +17,6 @@ def test_shapes_have_sizes_types_and_memory_spaces():
         Shape("f32", ()),
         Shape("pred", (2, 4)),
     ]
-    assert [Shape(kind, (6,)).bytes for kind in ("bf16", "s4", "f32", "pred", "f8e4m3fn", "c64")] == [
-        12,
-        3,
-        24,
-        6,
-        6,
-        48,
-    ]
+    kinds = {"bf16": 12, "s4": 3, "f32": 24, "pred": 6, "f8e4m3fn": 6, "c64": 48}
+    assert {kind: Shape(kind, (6,)).bytes for kind in kinds} == kinds
     assert Shape("f32", (6,), 1).hbm_bytes == 0

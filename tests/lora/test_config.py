@@ -5,7 +5,6 @@ from pydantic import ValidationError
 
 from lmtrain.config.describe import sections_of
 from lmtrain.config.load import load_config
-from lmtrain.lora.config import LoraConfig
 from lmtrain.optim.config import OptimizerConfig
 from lmtrain.run.config import RunConfig
 from lmtrain.run.run import identity
@@ -28,13 +27,8 @@ def test_the_names_of_peft_are_accepted(tmp_path):
         ({**BASE, "lora": {}, "optimizer": {"type": "sophia-g"}}, "sophia-g"),
         ({"lora": {}, "trainer": {"initialize_from": "x"}}, "lora.initialize_from"),
         ({**BASE, "lora": {"target_modules": []}}, "target_modules"),
-        ({**BASE, "lora": {"r": 0}}, "lora.r"),
-        ({**BASE, "lora": {"dropout": 1.0}}, "dropout"),
         ({**BASE, "lora": {"alpha": 0}}, "alpha"),
-        (
-            {**BASE, "lora": {"base_quantization": "int8"}, "trainer": {"mp": "c=bf16,q=fp8"}},
-            "int8.* fp8",
-        ),
+        ({**BASE, "lora": {"base_quantization": "int8"}, "trainer": {"mp": "c=bf16,q=fp8"}}, "int8.* fp8"),
         (DPO | {"lora": {"base_quantization": "fp8"}}, "dpo"),
         (DPO | {"trainer": {"mp": "c=bf16,q=fp8"}}, "8 bits"),
     ],
@@ -50,18 +44,11 @@ def test_an_optimizer_says_where_it_is_declared_whether_it_works_with_adapters(k
     monkeypatch.setattr(kind, "needs_full_matrices", False)
     RunConfig.model_validate(settings)
     monkeypatch.setattr(kind, "needs_full_matrices", True)
-    with pytest.raises(ValidationError, match="is for complete matrices"):
+    with pytest.raises(ValidationError, match="complete matrices"):
         RunConfig.model_validate(settings)
 
 
 def test_the_adapters_are_part_of_the_identity_of_a_run():
-    without, plain, other = (
-        identity(RunConfig.model_validate(BASE | lora)) for lora in ({}, {"lora": {}}, {"lora": {"r": 4}})
-    )
+    without, plain, other = (identity(RunConfig(**BASE, **lora)) for lora in ({}, {"lora": {}}, {"lora": {"r": 4}}))
     assert "lora" not in without
     assert without != plain != other
-
-
-def test_the_scale_is_alpha_over_r_or_over_its_root():
-    assert LoraConfig(r=4, alpha=8).scale == 2.0
-    assert LoraConfig(r=4, alpha=8, use_rslora=True).scale == 4.0

@@ -31,18 +31,15 @@ EXPERTS = {"one": MESHES["one"], "fsdp and experts": (8, PartitioningConfig(expe
 CONTEXT = PartitioningConfig(context_axis_size=2)
 FP8, INT8 = {"products": "fp8"}, {"products": "int8"}
 SPLIT = {name: MESHES[name] for name in ("one", "fsdp and tensor")} | {"fsdp and context": (8, CONTEXT, 1)}
-MIXED, DENSE = families.moe_model(**families.MIXED), families.dense_model()
+MIXED, DENSE = families.moe_model(2, **families.MIXED), families.dense_model()
+QUICK = {"gradient_checkpointing": False}  # compiles sooner; the mixture recomputes
+TWO = build_model(two_output_config(num_layers=1, **QUICK), families.VOCAB)
 # model, meshes, those that only long tests compile, arguments of the step
 MODELS = {
-    "window": (families.window_model(4, **CAPS), MESHES, ["fsdp"], {}),
-    "auxiliary": (families.auxiliary_model(), MESHES, ["fsdp"], {}),
-    "mixer": (build_model(conv_config(), families.VOCAB), MESHES, ["fsdp"], {}),
-    "outputs": (
-        build_model(two_output_config(), families.VOCAB),
-        SPLIT,
-        ["fsdp and tensor"],
-        {"objective": two_output_objective()},
-    ),
+    "window": (families.window_model(4, **CAPS, **QUICK), MESHES, ["fsdp"], {}),
+    "auxiliary": (families.auxiliary_model(**QUICK), MESHES, ["fsdp"], {}),
+    "mixer": (build_model(conv_config(2, **QUICK), families.VOCAB), MESHES, ["fsdp"], {}),
+    "outputs": (TWO, SPLIT, ["fsdp and tensor"], {"objective": two_output_objective()}),
     "mixed": (MIXED, EXPERTS, ["fsdp and experts"], {}),
     "dense": (DENSE, {"one": MESHES["one"]}, MESHES, {}),
     "dense in fp8": (DENSE, SPLIT, SPLIT, FP8),

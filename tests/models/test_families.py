@@ -29,6 +29,7 @@ def found(request, tmp_path_factory):
         ("window", "train/loss"),
         ("auxiliary", "train/routed"),
         ("mixer", "train/loss"),
+        ("outputs", "train/second_loss"),
         ("mixed", "moe/balance_loss/layers"),
     ],
 )

@@ -113,13 +113,19 @@ def test_a_user_error_in_one_process_ends_the_other_too(folder):
         assert processes[1].wait(timeout=DEADLINE_SECONDS) in LOST, processes[1].output.read_text()
 
 
-@pytest.mark.long
-def test_two_processes_have_the_adapters_and_the_results_of_benchmarks_of_one(tmp_path):
+def write_base(folder):
+    """Train a model, `base.json`, for two steps and export it. -> its settings"""
     base = tiny_settings()
     base["trainer"] |= {"num_train_steps": 2, "steps_per_eval": 2, "id": "base"}
-    (tmp_path / "base.json").write_text(json.dumps(base))
+    (folder / "base.json").write_text(json.dumps(base))
     for command in (["train", "base.json"], ["export-hf", "base.json", "--output", "base"]):
-        run_in_process(command, tmp_path, code=0)
+        run_in_process(command, folder, code=0)
+    return base
+
+
+@pytest.mark.long
+def test_two_processes_have_the_adapters_and_the_results_of_benchmarks_of_one(tmp_path):
+    write_base(tmp_path)
     tasks = write_tasks(tmp_path / "tasks", 32)
     settings = split_settings(4, every=4) | {"initialize_from_hf": "base", "hf_save_path": "exports"}
     settings["lora"] = {"r": 4, "alpha": 16, "modules_to_save": ["lm_head"]}
@@ -149,11 +155,7 @@ def test_two_processes_have_the_adapters_and_the_results_of_benchmarks_of_one(tm
 @pytest.mark.long
 def test_four_processes_that_split_sequences_compare_answers_as_one(tmp_path):
     """Each reads half of the columns of its sequences, and of the reference."""
-    base = tiny_settings()
-    base["trainer"] |= {"num_train_steps": 2, "steps_per_eval": 2, "id": "base"}
-    (tmp_path / "base.json").write_text(json.dumps(base))
-    for command in (["train", "base.json"], ["export-hf", "base.json", "--output", "base"]):
-        run_in_process(command, tmp_path, code=0)
+    base = write_base(tmp_path)
     rows = [
         {"prompt": "A star", "chosen": f" has {n} robots.", "rejected": f" is {n} rivers" * (1 + n % 4)}
         for n in range(40)

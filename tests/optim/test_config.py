@@ -4,7 +4,7 @@ import pytest
 from pydantic import ValidationError
 from pydantic_core import PydanticCustomError
 
-from lmtrain.optim.config import AdamConfig, Cycle, build_cycles, num_steps
+from lmtrain.optim.config import AdamConfig, Cycle, build_cycles
 
 
 @pytest.mark.parametrize(("name", "value"), [("warmup", 1), ("warmup", 1.0), ("decay", 0), ("decay", 0.0)])
@@ -22,18 +22,11 @@ def test_a_length_keeps_its_type(name, value):
         {"warmup": -1},
         {"warmup": 1.5},
         {"warmup": float("nan")},
-        {"warmup": "10%"},
         {"warmup": True},
-        {"warmup": None},
-        {"decay": -3},
         {"learning_rate": float("nan")},
-        {"cycles": 0},
         {"cycles": []},
         {"cycles": 2.0},
-        {"cycle_length": 1.5},
         {"cycle_length": [10, 0]},
-        {"rewarmup": -1},
-        {"skip_bad_steps": 3.5},
     ],
 )
 def test_invalid_settings_are_refused(change):
@@ -47,21 +40,13 @@ def test_invalid_settings_are_refused(change):
     ("settings", "message"),
     [
         ({"cycles": 2, "cycle_length": 10}, "cycles"),
-        ({"cycles": [20, 10]}, r"\[20, 10\]"),
         ({"cycles": [10, 10]}, r"\[10, 10\]"),
-        ({"lr_schedule": "inv", "min_lr_ratio": 0}, "lr_schedule inv requires"),
+        ({"lr_schedule": "inv", "min_lr_ratio": 0}, "lr_schedule inv"),
     ],
 )
 def test_contradicting_settings_are_refused(settings, message):
     with pytest.raises(ValidationError, match=message):
         AdamConfig(**settings)
-
-
-@pytest.mark.parametrize(
-    ("length", "whole", "expected"), [(1, 100, 1), (1.0, 100, 100), (0, 9, 0), (0.0, 9, 0), (0.5, 9, 4), (30, 9, 30)]
-)
-def test_an_int_is_steps_and_a_float_a_fraction_rounded_down(length, whole, expected):
-    assert num_steps(length, whole) == expected
 
 
 @pytest.mark.parametrize(
@@ -73,7 +58,6 @@ def test_an_int_is_steps_and_a_float_a_fraction_rounded_down(length, whole, expe
         ({"cycle_length": 30}, [30, 60, 100]),
         ({"cycle_length": 0.5}, [50, 100]),
         ({"cycle_length": 300}, [100]),
-        ({"cycle_length": [20, 30]}, [20, 50, 100]),
         ({"cycle_length": [40, 60]}, [40, 100]),
     ],
 )
@@ -90,21 +74,18 @@ def test_fractions_refer_to_their_cycle_and_later_cycles_use_rewarmup():
         Cycle(start=20, end=60, warmup=10, decay=20),
         Cycle(start=60, end=100, warmup=10, decay=20),
     ]
-
-
-def test_without_decay_setting_all_steps_after_the_warmup_decay():
-    assert build_cycles(AdamConfig(warmup=10), 100) == [Cycle(start=0, end=100, warmup=10, decay=90)]
-    assert build_cycles(AdamConfig(warmup=1.0), 100) == [Cycle(start=0, end=100, warmup=100, decay=0)]
+    assert build_cycles(AdamConfig(warmup=1.0), 9) == [Cycle(start=0, end=9, warmup=9, decay=0)]
+    assert build_cycles(AdamConfig(warmup=1), 9) == [Cycle(start=0, end=9, warmup=1, decay=8)]
+    without = AdamConfig(lr_schedule="constant", decay=0, warmup=0.5)  # a fraction is rounded down
+    assert build_cycles(without, 9) == [Cycle(start=0, end=9, warmup=4, decay=0)]
 
 
 @pytest.mark.parametrize(
     ("settings", "field", "words"),
     [
-        ({"warmup": 101}, "warmup", ["101", "100"]),
         ({"warmup": 51, "cycles": 2}, "warmup", ["51", "cycle 1", "0 to 50"]),
         ({"rewarmup": 51, "warmup": 0, "cycles": 2}, "rewarmup", ["51", "cycle 2", "50 to 100"]),
         ({"warmup": 50, "decay": 51}, "decay", ["51", "50 of warmup", "100"]),
-        ({"warmup": 0.5, "decay": 0.6}, "decay", ["60", "50 of warmup"]),
         ({"decay": 0}, "decay", ["lr_schedule: constant"]),
         ({"cycles": 101}, "cycles", ["101", "100"]),
         ({"cycles": [50, 101]}, "cycles", ["101", "100"]),
@@ -117,9 +98,3 @@ def test_lengths_that_do_not_fit_are_errors_with_setting_and_sizes(settings, fie
         build_cycles(AdamConfig(**settings), 100)
     assert caught.value.context["field"] == field
     assert all(word in caught.value.message() for word in words)
-
-
-def test_a_constant_rate_may_have_no_decay():
-    assert build_cycles(AdamConfig(lr_schedule="constant", decay=0, warmup=0), 100) == [
-        Cycle(start=0, end=100, warmup=0, decay=0)
-    ]

@@ -144,12 +144,7 @@ def test_other_parameters_are_updated_by_adam_with_adam_lr():
     peak, adam_lr = 0.02, 6e-4
     config = MuonConfig(beta1=0.8, beta2=0.9, epsilon=1e-3, max_grad_norm=None, learning_rate=peak, adam_lr=adam_lr)
     updates, _ = steps(config, BLOCK_GRADIENTS, (peak, peak / 4), BLOCKS, BLOCK_AXES)
-    for path in (
-        ("tokens", "embedding"),
-        ("blocks", "norm", "scale"),
-        ("blocks", "qkv", "bias"),
-        ("blocks", "down", "bias"),
-    ):
+    for path in (("tokens", "embedding"), ("blocks", "norm", "scale"), ("blocks", "qkv", "bias")):
         leaves = []
         for tree in (*BLOCK_GRADIENTS, *updates):
             for key in path:
@@ -186,7 +181,7 @@ def test_kimi_scaling_changes_only_the_size_of_matrix_updates():
     np.testing.assert_array_equal(scaled["blocks"]["norm"]["scale"], plain["blocks"]["norm"]["scale"])
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", ["llama with all options", "backpack"])
 def test_matrices_have_one_momentum_and_other_parameters_two_adam_moments(name):
     """Checks the size of the optimizer state, and that all parameters are updated."""
     model = build_model(CONFIGS[name], 16)

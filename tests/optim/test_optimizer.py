@@ -34,8 +34,6 @@ GRADIENTS = [jax.tree.map(lambda p: RNG.normal(size=p.shape).astype(np.float32),
 OPTIMIZERS = {
     "adam": AdamConfig(),
     "adam that skips": AdamConfig(skip_bad_steps=True),
-    "adam with nesterov": AdamConfig(nesterov=True),
-    "sophia-h": SophiaHConfig(),
     "sophia-g": SophiaGConfig(),
     "lion": LionConfig(),
     "muon": MuonConfig(),
@@ -118,9 +116,7 @@ def test_two_updates_are_adamw_with_decay_on_kernels_only(path, decays, nesterov
     np.testing.assert_allclose(params[path[0]][path[1]], expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "config", [AdamConfig(), LionConfig(), MuonConfig(), SophiaHConfig(clip_threshold=None)], ids=lambda c: c.type
-)
+@pytest.mark.parametrize("config", [AdamConfig(), MuonConfig()], ids=lambda c: c.type)
 def test_gradients_are_clipped_to_the_global_norm_first(config):
     """Checked in the second update, where the gradient's weight in the momentum depends on its size."""
     clipping = config.model_copy(update={"max_grad_norm": 0.5})
@@ -135,8 +131,7 @@ def test_gradients_are_clipped_to_the_global_norm_first(config):
     unclipped, _ = follow(not_clipping, without.init(PARAMS), [small, GRADIENTS[0]], (0.1, 0.1))
     for one, other in zip(jax.tree.leaves(clipped[1]), jax.tree.leaves(by_hand[1]), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
-    if config.type != "lion":  # its signs may be equal with and without clipping
-        assert not np.allclose(clipped[1]["layer"]["kernel"], unclipped[1]["layer"]["kernel"], rtol=1e-3)
+    assert not np.allclose(clipped[1]["layer"]["kernel"], unclipped[1]["layer"]["kernel"], rtol=1e-3)
 
 
 @pytest.mark.parametrize("limit", [0.0, 1e6])
@@ -214,7 +209,6 @@ def plain_adafactor(p, gradients, rate, factored, decay_rate, clipping, scaled, 
 @pytest.mark.parametrize(
     "settings",
     [
-        {},
         {"clipping_threshold": None, "momentum": 0.9},
         {"multiply_by_parameter_scale": False, "decay_rate": 0.5},
         {"min_dim_size_to_factor": 7},  # the matrix has 6 rows: its second moment is not factored

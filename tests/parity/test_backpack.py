@@ -3,7 +3,6 @@
 import functools
 import json
 import logging
-import os
 import sys
 
 import flax.linen as nn
@@ -14,7 +13,7 @@ import torch
 from hf_tensors import to_hf
 from models import quick
 from safetensors.numpy import load_file, save_file
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, pipeline
+from transformers import AutoModelForCausalLM
 
 from lmtrain.generation.decode import SamplingSettings, sample
 from lmtrain.models.backpack.config import BackpackConfig
@@ -170,16 +169,6 @@ def test_greedy_generation_equals_ours_with_a_cache(default):
     mask = torch.arange(9)[None] >= 3
     found = theirs.generate(padded, attention_mask=mask.long(), max_new_tokens=14, do_sample=False)
     assert found[0, 9:].tolist() == ours
-
-
-def test_a_pipeline_generates_text(default, settings):
-    _, _, folder, theirs = default
-    path = os.path.join(settings["data"]["tokenizer"], "tokenizer.json")
-    tokenizer = PreTrainedTokenizerFast(tokenizer_file=path)
-    generate = pipeline("text-generation", str(folder), tokenizer=tokenizer, trust_remote_code=True)
-    ids = tokenizer("The king", return_tensors="pt").input_ids
-    expected = tokenizer.decode(theirs.generate(ids, max_new_tokens=5, do_sample=False)[0])
-    assert generate("The king", max_new_tokens=5, do_sample=False)[0]["generated_text"] == expected
 
 
 def test_saving_it_again_keeps_weights_config_and_code(default, tmp_path):

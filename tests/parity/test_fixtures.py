@@ -22,14 +22,7 @@ from lmtrain.weights.load_hf import load_hf_params
 
 FIXTURES = Path(__file__).parent / "fixtures"
 TOOL = Path(__file__).parents[2] / "tools" / "parity_fixtures.py"
-OLD = [
-    "old-backpack",
-    "old-gpt2",
-    "old-gpt2-bin",
-    "old-llama",
-    "old-llama3-sharded",
-    "old-mpt",
-]  # the .bin requires torch
+OLD = ["old-backpack", "old-gpt2", "old-gpt2-bin", "old-llama", "old-llama3-sharded", "old-mpt"]  # .bin: with torch
 
 
 def check(name: str) -> None:
@@ -51,7 +44,12 @@ def apply(model, params, ids):
 
 
 # test_variants.py also compares with the installed version of transformers.
-@pytest.mark.parametrize("name", [*(pytest.param(name, marks=pytest.mark.long) for name in VARIANTS), *OLD])
+IN_SUITE = ("old-backpack", "old-gpt2-bin", "old-mpt")  # with the test below one of each family
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in IN_SUITE else pytest.mark.long) for name in (*VARIANTS, *OLD)]
+)
 def test_logits_agree(name):
     check(name)
 

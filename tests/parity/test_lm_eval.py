@@ -38,9 +38,6 @@ FAMILIES = {
 SHOTS = BenchmarkTask(task="local_shots", num_fewshot=2)
 
 
-LONG = ("gpt2", "mpt", "backpack", "mixture")
-
-
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tasks")
@@ -81,7 +78,9 @@ def both(folder, family, tokenizer, settings, length, **options):
     return found, mine, expected
 
 
-@pytest.mark.parametrize("family", ["llama", *(pytest.param(name, marks=pytest.mark.long) for name in LONG)])
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=() if name == "llama" else pytest.mark.long) for name in FAMILIES]
+)
 def test_likelihoods_accuracies_and_texts_agree(tasks, tmp_path, monkeypatch, family):
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     found, mine, expected = both(tmp_path, family, load_tokenizer(str(TOKENIZER)), tasks, LENGTH)

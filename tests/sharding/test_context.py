@@ -17,13 +17,12 @@ DISTILL = {"objective": {"type": "distill", "teacher": "teacher", "temperature":
 
 # Name -> devices, settings of the trainer, of the model, others. Models have 4 heads. "exchanged": heads for positions.
 SHORT = {
-    "first in a process, with data": (8, {"context_axis_size": 2}, {"num_kv_heads": 2}, {}),
     "two groups of four gather, which swap queries": (8, {"context_axis_size": 8}, {"num_kv_heads": 2}, {}),
     "ALiBi, blocks, gathered": (8, {"context_axis_size": 8}, {"type": "mpt", "num_heads": 2, **BLOCKS}, {}),
     "answers": (8, {"context_axis_size": 2, **TENSOR, "per_device_parallelism": 2}, {}, DPO),
 }
 LONG = {
-    "all heads, first in a process": (8, {"context_axis_size": 2}, {}, {}),
+    "first in a process, with data": (8, {"context_axis_size": 2}, {"num_kv_heads": 2}, {}),
     "exchanged, with FSDP": (8, {"context_axis_size": 4}, {}, {}),
     "a teacher": (8, {"context_axis_size": 2, **TENSOR, "per_device_parallelism": 2}, {}, DISTILL),
     "two devices": (2, {"context_axis_size": 2}, {}, {}),

@@ -12,8 +12,10 @@ pytestmark = pytest.mark.multi_device
 SCRIPT = Path(__file__).with_name("train_on_meshes.py")
 
 TENSOR = {"tensor_parallel_axes": ["mlp", "heads", "vocab"]}
+ADAPTERS = {"r": 4, "alpha": 16, "modules_to_save": ["lm_head"]}
 ONE = {"name": "one", "devices": 1}
-MESHES = {"fsdp and tensor": {"model_axis_size": 2, **TENSOR}, "fsdp, accumulating": {"per_device_parallelism": 1}}
+BOTH = {"model_axis_size": 2, **TENSOR}
+MESHES = {"fsdp and tensor": BOTH, "fsdp, accumulating": {"per_device_parallelism": 1}}
 MORE = {
     "data": {"fsdp_axis": None},
     "fsdp": {},
@@ -50,14 +52,17 @@ def losses_on(folder, meshes, common, *others, rtol=1e-5):
 
 @pytest.fixture(scope="module")
 def meshes(tmp_path_factory):
-    cases = [{"name": name, "steps": 15, "trainer": trainer, "inspect": True} for name, trainer in MESHES.items()]
-    return train(tmp_path_factory.mktemp("meshes"), [{**ONE, "steps": 15}, *cases])
+    cases = [{"name": name, "steps": 8, "trainer": trainer, "inspect": True} for name, trainer in MESHES.items()]
+    lora = {"steps": 6, "optimizer": {"learning_rate": 3e-2}}
+    lora["lora"] = {**ADAPTERS, "dropout": 0.3, "base_dtype": "bfloat16"}
+    cases += [{**ONE, **lora, "name": "lora, one"}, {**lora, "name": "lora", "trainer": BOTH}]
+    return train(tmp_path_factory.mktemp("meshes"), [{**ONE, "steps": 8}, *cases])
 
 
 @pytest.mark.parametrize("mesh", MESHES)
 def test_losses_are_equal_to_those_of_one_device(meshes, mesh):
     one = meshes["one"]["losses"]
-    assert one[-1] < 0.9 * one[0]  # the loss decreases
+    assert one[-1] < 0.95 * one[0]  # the loss decreases
     np.testing.assert_allclose(meshes[mesh]["losses"], one, rtol=1e-5)
 
 
@@ -89,7 +94,7 @@ def test_fifty_losses_on_all_meshes_and_mappings_are_equal_to_those_of_one_devic
     assert one[-1] < 0.6 * one[0]
 
 
-DATA, FSDP, BOTH = {"fsdp_axis": None}, {}, {"model_axis_size": 2, **TENSOR}
+DATA, FSDP = {"fsdp_axis": None}, {}
 HALF = "p=f32,c=bf16"
 # Pairwise coverage: each value of each choice with each value of every other choice.
 CHOICES = [
@@ -169,20 +174,16 @@ def test_smoothed_and_weighted_losses_do_not_depend_on_the_mesh(tmp_path):
     assert abs(one[0] - losses["plain"][0]) > 1e-3
 
 
-LORA = {"steps": 6, "optimizer": {"learning_rate": 3e-2}}
-ADAPTERS = {"r": 4, "alpha": 16, "modules_to_save": ["lm_head"]}
-
-
-def test_lora_with_dropout_on_a_base_in_bfloat16_does_not_depend_on_the_mesh(tmp_path):
-    lora = {**LORA, "lora": {**ADAPTERS, "dropout": 0.3, "base_dtype": "bfloat16"}}
-    one = losses_on(tmp_path, {"both": BOTH}, lora)["one"]
+def test_lora_with_dropout_on_a_base_in_bfloat16_does_not_depend_on_the_mesh(meshes):
+    one = meshes["lora, one"]["losses"]
     assert one[-1] < 0.99 * one[0]
+    np.testing.assert_allclose(meshes["lora"]["losses"], one, rtol=1e-5)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("family", ["gpt2", "llama", "mpt", "backpack"])
 def test_lora_does_not_depend_on_the_mesh_and_accumulation(tmp_path, family):
-    lora = {**LORA, "lora": ADAPTERS, "model": {"type": family}}
+    lora = {"steps": 6, "optimizer": {"learning_rate": 3e-2}, "lora": ADAPTERS, "model": {"type": family}}
     dropout = {**ONE, **lora, "lora": {**ADAPTERS, "dropout": 0.3}, "name": "dropout"}
     meshes = {"both": BOTH, "accumulating": MESHES["fsdp, accumulating"], "replicas": MORE["replicas"]}
     losses = losses_on(tmp_path, meshes, lora, dropout)

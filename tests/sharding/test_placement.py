@@ -1,6 +1,4 @@
-"""Shardings from logical names, and global arrays from numpy rows, on one device and on eight simulated ones."""
-
-import json
+"""Shardings from logical names, and global arrays from numpy rows. On eight simulated devices: test_devices.py."""
 
 import flax.linen as nn
 import jax
@@ -8,7 +6,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from forked import fake_devices, run_script
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from lmtrain.runtime.errors import UserError
@@ -81,34 +78,3 @@ def test_constrain_changes_no_values_and_accepts_only_activation_axes():
         np.testing.assert_array_equal(jax.jit(lambda x: constrain(x, "act_batch", None))(x), x)
     with pytest.raises(AssertionError, match="unknown logical axis 'embed'"):
         constrain(x, "act_batch", "embed")
-
-
-SCRIPT = """
-import json
-import numpy as np
-from lmtrain.sharding.config import PartitioningConfig
-from lmtrain.sharding.mesh import build_layout
-from lmtrain.sharding.placement import LocalPart
-
-def rows_by_device(layout):
-    part = LocalPart.of(layout.batch, 16, 3)
-    local = {"tokens": (10 * part.rows[:, None] + np.arange(3)).astype(np.int32)}
-    placed = part.place(local)["tokens"]
-    shards = [[shard.device.id, np.asarray(shard.data).tolist()] for shard in placed.addressable_shards]
-    return {"shards": shards, "whole": np.asarray(placed).tolist()}
-
-fsdp = build_layout(PartitioningConfig())
-tensor = build_layout(PartitioningConfig(model_axis_size=2, tensor_parallel_axes=["mlp", "heads"]))
-print(json.dumps({"8x1": rows_by_device(fsdp), "4x2": rows_by_device(tensor)}))
-"""
-
-
-@pytest.mark.multi_device
-def test_a_batch_is_split_into_consecutive_rows(tmp_path):
-    found = json.loads(run_script(SCRIPT, folder=tmp_path, XLA_FLAGS=fake_devices(8)).splitlines()[-1])
-    expected = 10 * np.arange(16)[:, None] + np.arange(3)
-    for mesh, shards, copies in (("8x1", 8, 1), ("4x2", 4, 2)):
-        np.testing.assert_array_equal(found[mesh]["whole"], expected)
-        seen = sorted(rows for _, rows in found[mesh]["shards"])
-        assert seen == [part.tolist() for part in np.split(expected, shards) for _ in range(copies)]
-        assert len({device for device, _ in found[mesh]["shards"]}) == 8

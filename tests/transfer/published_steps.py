@@ -1,4 +1,5 @@
-"""Twenty steps of a Llama with published multipliers, and with their folded form. `run(tied)` -> losses of both.
+"""A script: published_steps.py OUTPUT (tied | untied). Eight steps of a Llama with published multipliers, and with
+their folded form; writes the losses of both.
 
 The published numbers are written here as in table 1 of Dey et al. 2025 and the authors' code (EleutherAI/nanoGPT-mup,
 branch completep), not computed by lmtrain."""
@@ -98,5 +99,5 @@ def run(tied):
 
 if __name__ == "__main__":
     with open(sys.argv[1], "w") as file:
-        json.dump({str(tied): run(tied) for tied in (False, True)}, file)
+        json.dump(run(sys.argv[2] == "tied"), file)
     os._exit(0)

@@ -21,14 +21,11 @@ def config(base, **sections):
         ({"hidden_dim": 32}, {}, "num_layers"),
         (BASE | {"num_layer": 2}, {}, "num_layer .* num_layers"),
         (BASE | {"resid_pdrop": 0.1}, {}, "resid_pdrop"),
-        (BASE | {"hidden_dim": 33}, {}, "num_heads: 2 does not divide hidden_dim 33"),
-        (BASE | {"hidden_dim": "x"}, {}, "hidden_dim: .*valid integer"),
+        (BASE | {"hidden_dim": 33}, {}, "num_heads: 2 .*hidden_dim 33"),
         (BASE | {"num_kv_heads": 2}, {}, "num_kv_heads"),
         (BASE, {"model": {"intermediate_dim": 200}}, "intermediate_dim"),
         (BASE | {"moe": {"intermediate_dim": 8}}, {}, "moe"),
-        (BASE | {"moe": {"num_experts": 8}}, {}, "number of experts"),
         (BASE, {"optimizer": {"type": "adafactor"}}, "adafactor.* adam, lion or muon"),
-        (BASE, {"optimizer": {"type": "sophia-g"}}, "sophia-g"),
         (BASE, {"lora": {}, "initialize_from_hf": "x"}, "adapters"),
     ],
 )
@@ -37,15 +34,9 @@ def test_a_bad_base_is_an_error(base, sections, message):
         config(base, **sections)
 
 
-def test_the_base_has_the_other_settings_of_the_model():
-    model = config(BASE, model={"resid_pdrop": 0.1, "mlp_scale": 2}).model
-    base = base_of(model, BASE)
-    assert (base.hidden_dim, base.num_layers, base.resid_pdrop, base.mlp_dim) == (32, 2, 0.1, 64)
-
-
 def test_sizes_that_the_base_omits_follow_its_own():
     moe = {"num_experts": 4, "intermediate_dim": 32}
-    llama = {"type": "llama", "intermediate_dim": 128, "num_kv_heads": 2, "moe": moe}
+    llama = {"type": "llama", "intermediate_dim": 128, "num_kv_heads": 2, "moe": moe, "layer_norm_epsilon": 0.5}
     sizes = BASE | {"intermediate_dim": 64, "moe": {"intermediate_dim": 16}}
     base = base_of(config(sizes, model=llama).model, sizes)
-    assert (base.kv_heads, base.moe.num_experts, base.expert_dim) == (2, 4, 16)
+    assert (base.kv_heads, base.moe.num_experts, base.expert_dim, base.layer_norm_epsilon) == (2, 4, 16, 0.5)

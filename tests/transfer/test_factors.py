@@ -47,7 +47,7 @@ def factors(config):
 
 @pytest.mark.parametrize(
     ("name", "optimizer"),
-    [*((name, "adam") for name in MODELS), ("gemma", "lion"), ("mixture", "muon"), ("gpt2", "muon")],
+    [*((name, "adam") for name in MODELS), ("mixture", "muon")],
 )
 def test_a_base_equal_to_the_model_has_no_factor(name, optimizer):
     found = factors(config(name, width=32, optimizer={"type": optimizer}))
@@ -125,6 +125,7 @@ def test_factors_of_each_kind_of_parameter(name):
         factor = found[path]
         values = (factor.initial, factor.rate, factor.gradient, factor.epsilon, factor.offset)
         assert values == pytest.approx(expected), path
+    assert {line.split()[0] for line in describe(found)} >= EXPECTED[name].keys()
 
 
 def test_queries_have_the_ratio_of_the_widths_of_heads():
@@ -144,13 +145,7 @@ def test_muon_scales_its_matrices_by_the_multiplier(kimi, down):
     assert found["unembed/embedding"].rate == 1 / 4
 
 
-def test_a_parameter_that_the_table_names_is_in_the_listing():
-    lines = describe(factors(config("gpt2", width=128, layers=4)))
-    (line,) = [line for line in lines if line.startswith("blocks/mlp/down/kernel")]
-    assert line.split()[1:] == ["0.3536", "0.125", "0.25"]
-
-
-@pytest.mark.parametrize("name", ["llama", pytest.param("gpt2", marks=pytest.mark.long)])
+@pytest.mark.parametrize("name", ["gpt2", pytest.param("llama", marks=pytest.mark.long)])
 def test_epsilon_follows_the_gradient(name):
     """At the initial values, of 4 times the width and twice the depth: the root mean square of each gradient with its
     factor, relative to the base's."""

@@ -28,11 +28,10 @@ def test_an_export_agrees_with_its_model_and_not_with_another(tmp_path):
     def worse(by):
         return lambda tokens: ours(tokens) + by * (np.arange(90) == 7)
 
-    with pytest.raises(UserError, match=r"logits differ from transformers' by 0\.01"):
-        compare_logits(folder, worse(0.01), 24, "float32")
     compare_logits(folder, worse(0.01), 24, "bfloat16")  # within the rounding of the weights in the file
-    with pytest.raises(UserError, match="logits differ"):
-        compare_logits(folder, worse(1.0), 24, "bfloat16")
+    for by, dtype in ((0.01, "float32"), (1.0, "bfloat16")):
+        with pytest.raises(UserError, match="logits differ"):
+            compare_logits(folder, worse(by), 24, dtype)
 
 
 @pytest.mark.parametrize(("missing", "with_peft"), [("torch", False), ("peft", True)])
@@ -40,5 +39,5 @@ def test_what_must_be_installed_is_named(monkeypatch, missing, with_peft):
     require_torch(with_peft)
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == missing else find(name))
-    with pytest.raises(UserError, match=f"--verify requires {missing}: run `pip install {missing}`"):
+    with pytest.raises(UserError, match=f"pip install {missing}"):
         require_torch(with_peft)

@@ -32,20 +32,11 @@ def test_a_folder_with_other_content_is_not_replaced(tmp_path, place, files, nam
     assert list_names(folder) == sorted(files)
 
 
-@pytest.mark.parametrize(
-    ("output", "message"),
-    [
-        ("../file", "exists and is a file"),
-        ("../file/below", "cannot be created: "),
-        ("", ""),
-        (".", "the current folder"),
-        ("/", "the current folder"),
-    ],
-)
-def test_invalid_outputs_are_user_errors(tmp_path, monkeypatch, output, message):
+@pytest.mark.parametrize("output", ["../file", "../file/below", "", ".", "/"])
+def test_invalid_outputs_are_user_errors(tmp_path, monkeypatch, output):
     (tmp_path / "file").write_text("precious")
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    with pytest.raises(UserError, match=f"--output.*: {message}"):
+    with pytest.raises(UserError, match="--output"):
         check_output(output)
     assert (tmp_path / "file").read_text() == "precious"

@@ -26,14 +26,10 @@ LLAMA = {
     ("values", "words"),
     [
         ({"model_type": "gpt2", "n_embd": 0, "n_inner": 64}, ""),
-        ({"model_type": "gpt2", "n_embd": 32, "n_inner": "x"}, ""),
         ({"model_type": "gpt2", "activation_function": "tanh"}, r".*model\.activation_function: "),
         ({**LLAMA, "rope_scaling": "linear"}, ""),
-        ({**LLAMA, "rope_theta": "abc"}, ""),
         ({"model_type": "mpt", "attn_config": 3}, ""),
-        ({**LLAMA, "num_hidden_layers": None}, ""),
         ({**LLAMA, "quantization_config": {"quant_method": "fp8"}}, ".*quantization_config"),
-        ({**LLAMA, "num_hidden_layers": 10**9}, ".*num_hidden_layers"),
         ({**LLAMA, "num_hidden_layers": 1e300, "layer_types": []}, ".*num_hidden_layers"),
     ],
 )
@@ -42,11 +38,6 @@ def test_an_invalid_value_is_reported_with_the_model(tmp_path, values, words):
     (tmp_path / "config.json").write_text(json.dumps(values))
     with pytest.raises(UserError, match=f"^{tmp_path}: {words}"):
         config_of(str(tmp_path))
-
-
-def test_a_folder_has_no_revisions(tmp_path):
-    with pytest.raises(UserError, match="@main"):
-        hf_settings(f"{tmp_path}@main")
 
 
 def with_vocab(folder, change):
@@ -61,14 +52,6 @@ def with_vocab(folder, change):
 
 def reversed_ids(vocab):
     return dict(zip(vocab, reversed(vocab.values()), strict=True))
-
-
-def test_a_tokenizer_of_the_same_size_with_other_tokens_is_refused(tmp_path):
-    """The model's embeddings would be used for other tokens."""
-    base = with_vocab(tmp_path / "base", dict)
-    other = with_vocab(tmp_path / "other", reversed_ids)
-    with pytest.raises(UserError, match=rf"^data\.tokenizer: {other} .*allow_other_tokenizer"):
-        check_tokens(base, DataConfig(tokenizer=other))
 
 
 @pytest.mark.parametrize("given", ["same", "more", "passthrough", "no tokenizer there"])
@@ -87,6 +70,7 @@ def test_a_tokenizer_with_the_same_ids_is_accepted(tmp_path, given):
 def test_another_tokenizer_is_refused_before_any_text_is_tokenized_unless_allowed(
     tmp_path, settings, write_config, run_cli
 ):
+    """Of the same size: the model's embeddings would be used for other tokens."""
     other = with_vocab(tmp_path / "other", reversed_ids)
     base = with_vocab(tmp_path / "base", dict)
     (tmp_path / "base" / "config.json").write_text(json.dumps({**LLAMA, "vocab_size": 400}))
@@ -94,7 +78,7 @@ def test_another_tokenizer_is_refused_before_any_text_is_tokenized_unless_allowe
     settings["model"] = {"type": "llama", "seq_len": 32}
     path = write_config(settings | {"initialize_from_hf": base, "use_hf_model_config": True})
     refused = run_cli("preprocess", path, code=2)
-    assert "allow_other_tokenizer" in refused.stderr.splitlines()[-1]
+    assert f"data.tokenizer: {other} " in refused.stderr.splitlines()[-1]
     assert not (tmp_path / "cache").exists()
     run_cli("preprocess", path, "--allow_other_tokenizer", "true", code=0)
 
@@ -132,14 +116,9 @@ def test_a_run_is_recognised_by_its_base_without_the_secrets_of_its_url(resolved
     base = "https://me:word@host/model?version=1&sig={}"
     saved = {"initialize_from_hf": base.format(1), "data": {"tokenizer": base.format(1)}, "model": SIZES}
     config = resolved_run(saved, {"use_hf_model_config": True, "initialize_from_hf": base.format(2)})
-    assert config.model.hidden_dim == 96
-    assert config.data.tokenizer == base.format(2)
-
-
-def test_a_saved_tokenizer_whose_secret_is_unknown_is_named(resolved_run):
-    saved = {"initialize_from_hf": "base", "data": {"tokenizer": "https://me:word@host/t"}}
+    assert (config.model.hidden_dim, config.data.tokenizer) == (96, base.format(2))
     with pytest.raises(UserError, match=r"data\.tokenizer: .*https://\*\*\*@host/t"):
-        resolved_run(saved, {"initialize_from_hf": "base"})
+        resolved_run(saved | {"data": {"tokenizer": "https://me:word@host/t"}}, {"initialize_from_hf": base.format(2)})
 
 
 @pytest.mark.long
@@ -221,7 +200,7 @@ def test_a_rope_for_a_base_without_one_is_a_difference(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", "n_embd": 32, "n_head": 4, "n_layer": 1}))
     model = {"type": "llama", "hidden_dim": 32, "num_heads": 4, "num_layers": 1, "rope": YARN}
     settings = {"model": model, "initialize_from_hf": str(tmp_path), "use_hf_model_config": False}
-    with pytest.raises(UserError, match="does not match this config's model section"):
+    with pytest.raises(UserError, match="model"):
         resolved_model(settings)
 
 
@@ -245,11 +224,6 @@ def with_moe(folder, values, moe):
 def test_settings_of_experts_that_the_model_does_not_have_are_refused(tmp_path, values, moe, message):
     with pytest.raises(UserError, match=message):
         with_moe(tmp_path, values, moe)
-
-
-def test_losses_of_the_routers_may_be_set(tmp_path):
-    moe = with_moe(tmp_path, MIXTRAL, {"aux_loss": 0.5, "dropout": 0.1}).moe
-    assert (moe.num_experts, moe.aux_loss, moe.z_loss, moe.dropout) == (4, 0.5, 0.0, 0.1)
 
 
 @pytest.mark.parametrize(("values", "aux_loss"), [({"router_aux_loss_coef": 0.02}, 0.04), ({}, 0.002)])

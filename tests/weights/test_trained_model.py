@@ -57,15 +57,15 @@ def test_the_newest_checkpoint_of_the_run_is_used_and_newer_runs_are_named(run, 
     assert "newer runs" not in caplog.text
     other = run(seed=1, saved=2)
     assert from_checkpoint(mine, None).step == 3
-    assert f"newer runs of one.yaml, with other settings: {other.id} (step 2)" in caplog.text
+    assert f"{other.id} (step 2)" in caplog.text
     assert from_checkpoint(mine, other.checkpoints).step == 2
-    with pytest.raises(UserError, match=rf"other runs of one\.yaml: {other.id} \(step 2\), .*; add --run ID"):
+    with pytest.raises(UserError, match=rf"{other.id} \(step 2\).*--run"):
         from_checkpoint(run(seed=2), None)
 
 
 def test_a_checkpoint_of_another_model_is_refused(run):
     path = run(saved=3).checkpoints
-    with pytest.raises(UserError, match=r"does not match this config's model\n  model\.hidden_dim: "):
+    with pytest.raises(UserError, match=r"model\.hidden_dim: "):
         from_checkpoint(run(hidden_dim=64), path)
 
 
@@ -89,9 +89,9 @@ def test_a_hugging_face_model_has_its_own_sizes_and_the_execution_of_the_config(
 
 
 def test_a_tokenizer_with_other_tokens_or_none_is_refused(base, tmp_path):
-    with pytest.raises(UserError, match=r"data\.tokenizer: byte gives other tokens than .*base was trained on"):
+    with pytest.raises(UserError, match=r"data\.tokenizer: byte .*base"):
         from_hf(base, RunConfig.model_validate({"model": MODEL, "data": {"tokenizer": "byte"}}))
     (tmp_path / "base" / "tokenizer.json").unlink()
     (tmp_path / "base" / "tokenizer_config.json").unlink()
-    with pytest.raises(UserError, match=r"--hf .*base: no tokenizer in this repository"):
+    with pytest.raises(UserError, match=r"--hf .*base: no tokenizer"):
         from_hf(base)
