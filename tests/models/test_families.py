@@ -10,7 +10,7 @@ pytestmark = pytest.mark.multi_device
 SCRIPT = Path(__file__).with_name("steps_on_meshes.py")
 
 
-@pytest.fixture(scope="module", params=["suite", pytest.param("all", marks=pytest.mark.long)])
+@pytest.fixture(scope="module", params=["suite", pytest.param("more", marks=pytest.mark.long)])
 def found(request, tmp_path_factory):
     """Model -> mesh -> metrics and errors."""
     folder = tmp_path_factory.mktemp("families")
@@ -20,7 +20,7 @@ def found(request, tmp_path_factory):
     for name, case in json.loads(output.read_text()).items():
         model, mesh = name.split(", ")
         cases.setdefault(model, {})[mesh] = case
-    return cases | {"all": request.param == "all"}
+    return cases
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ def found(request, tmp_path_factory):
 )
 def test_metrics_and_gradients_equal_those_of_one_device(found, model, metric):
     cases = found[model]
-    assert len(cases) == (3 if found["all"] else 2)
+    assert len(cases) == 2
     expected = cases["one"]["metrics"]
     assert metric in expected
     for name, case in cases.items():
@@ -44,7 +44,7 @@ def test_metrics_and_gradients_equal_those_of_one_device(found, model, metric):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("found", ["all"], indirect=True)
+@pytest.mark.parametrize("found", ["more"], indirect=True)
 def test_products_in_8_bits_round_the_same_on_every_mesh(found):
     """Scales of fp8 are powers of two: that each device has its own changes only numbers far below the largest. On one
     device: test_quantization.py."""
