@@ -33,12 +33,14 @@ import yaml  # noqa: E402
 # A suite that a script starts in the background ignores Ctrl-C, and the processes that its tests start would too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# All processes of a test session share a compilation cache: the workers of the suite and the processes they start.
+# All processes of a test session share a compilation cache: the workers of the suite and the processes they start; in
+# CI also the suite and the long tests (.ci/run).
 if "LMTRAIN_TEST_COMPILATION_CACHE" not in os.environ:
     _compiled = tempfile.mkdtemp(prefix="lmtrain-compiled-")
     atexit.register(shutil.rmtree, _compiled, ignore_errors=True)
-    os.environ["LMTRAIN_TEST_COMPILATION_CACHE"] = os.environ["JAX_COMPILATION_CACHE_DIR"] = _compiled
-    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    os.environ["LMTRAIN_TEST_COMPILATION_CACHE"] = _compiled
+os.environ["JAX_COMPILATION_CACHE_DIR"] = os.environ["LMTRAIN_TEST_COMPILATION_CACHE"]
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 
 from forked import Forked, ended, fork_workers_of_pools  # noqa: E402  # keeps the environment of this moment
 
@@ -73,9 +75,10 @@ def tiny_settings() -> dict:
     }
 
 
-# Started first, so that the two workers of the suite finish at about the same time.
+# Started first, so that the workers of the suite and of the long tests finish at about the same time.
 _LONGEST = (
     "tests/test_finetuning.py",
+    "tests/slurm/",
     "tests/end_to_end/",
     "tests/test_readme.py",
     "tests/golden/",
@@ -87,6 +90,8 @@ _LONGEST = (
     "tests/parity/",
     "tests/faults/",
     "tests/models/",
+    "tests/remote/",
+    "tests/preprocess/test_ray_cluster.py",
 )
 
 

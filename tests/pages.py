@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from conftest import TRAIN_FILES, VALIDATION_FILES, run_in_process
-from forked import run_script
+from forked import Forked, ended, run_script
 
 ROOT = Path(__file__).parent.parent
 
@@ -27,21 +27,32 @@ def write_own_text(folder: Path) -> Path:
     return folder
 
 
-def run_as_written(folder: Path, command: str, extra: Sequence[str] = ()) -> subprocess.CompletedProcess:
-    """Run `lmtrain ...`, with more arguments; it has to succeed."""
+def run_as_written(
+    folder: Path, command: str, extra: Sequence[str] = (), *, optimized: bool = False
+) -> subprocess.CompletedProcess:
+    """Run `lmtrain ...`, with more arguments; it has to succeed.
+
+    `optimized`: in a process of its own that compiles with optimization, as for users, which pays for many steps.
+    """
     quoted = " ".join(f"'{word}'" for word in extra)
     words = ["bash", "-c", f"printf '%s\\0' {command} {quoted}"]  # the shell expands quotes and globs
     arguments = subprocess.run(words, cwd=folder, capture_output=True, text=True, check=True).stdout.split("\0")
-    done = run_in_process(arguments[1:-1], folder)
+    if optimized:
+        output = folder / "optimized.txt"
+        with ended(Forked(arguments[1:-1], folder, output, XLA_FLAGS="")) as (process,):
+            code = process.wait(600)
+        done = subprocess.CompletedProcess(command, code, "", output.read_text())
+    else:
+        done = run_in_process(arguments[1:-1], folder)
     assert done.returncode == 0, (command, done.stderr)
     return done
 
 
-def follow(folder: Path, page: Path, skip: Sequence[str] = ()) -> Iterator[tuple[str, str]]:
+def follow(folder: Path, page: Path, skip: Sequence[str] = (), short: Sequence[str] = ()) -> Iterator[tuple[str, str]]:
     """Follow the page in its order: write its configs, run its commands and programs, which have to succeed.
 
     Yields each command, or the name of a program, with its output. `skip` are the beginnings of commands that another
-    test runs.
+    test runs; those of `short` train for a few steps only.
     """
     for language, text in blocks(page, "yaml", "bash", "python"):
         name = re.match(r"# ([\w.]+)\n", text)
@@ -53,4 +64,6 @@ def follow(folder: Path, page: Path, skip: Sequence[str] = ()) -> Iterator[tuple
         else:
             for command in text.splitlines():
                 if not command.startswith(tuple(skip)):
-                    yield command, run_as_written(folder, command).stdout
+                    extra = ["--trainer.num_train_steps", "10"] if command in short else []
+                    optimized = command.startswith("lmtrain train ") and not extra
+                    yield command, run_as_written(folder, command, extra, optimized=optimized).stdout

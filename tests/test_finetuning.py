@@ -13,7 +13,8 @@ from lmtrain.hf.tokenizer import load_tokenizer
 
 GUIDES = ROOT / "configs" / "guide"
 # The README trains a real model; here it is a tiny one of the same family.
-TINY = ["--model", "{hidden_dim: 128, num_heads: 4, num_layers: 2, seq_len: 256}", "--trainer.num_train_steps", "20"]
+TINY = ["--model", "{hidden_dim: 128, num_heads: 4, num_layers: 2, seq_len: 256}"]
+TINY += ["--trainer.num_train_steps", "20", "--trainer.train_batch_size", "8"]
 ACCURACY = "eval/preferences/rewards/accuracies"
 ANSWERS = {"Who counts the stars?": "Nobody.", "Who closes the door?": "The robot.", "Where is it?": "By the river."}
 
@@ -48,7 +49,7 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.mark.long
 def test_the_guide_leads_to_a_chat_model_that_answers_in_transformers(folder):
-    outputs = dict(follow(folder, GUIDES / "finetuning.md"))
+    outputs = dict(follow(folder, GUIDES / "finetuning.md", short=["lmtrain train chat_lora.yaml"]))
     assert "[[Nobody.<|im_end|>]]" in outputs["lmtrain preprocess chat.yaml --show 2"]
     assert json.loads(outputs["lmtrain eval chat.yaml"])["eval/loss"] < 0.5
     assert outputs['lmtrain generate chat.yaml --chat --prompt "Who counts the stars?"'] == "Nobody.\n"
@@ -59,7 +60,7 @@ def test_the_guide_leads_to_a_chat_model_that_answers_in_transformers(folder):
         assert generation["eos_token_id"] == [end, 0]  # of the base: <|endoftext|>
     assert (folder / "my_adapter" / "adapter_model.safetensors").exists()
     check_preferences(folder)
-    dict(follow(folder, GUIDES / "distillation.md"))
+    dict(follow(folder, GUIDES / "distillation.md", short=["lmtrain train small.yaml"]))
     assert (folder / "my_small_model" / "model.safetensors").exists()
 
 

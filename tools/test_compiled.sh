@@ -20,6 +20,20 @@ if [ "${1:-}" = "--long" ]; then
     shift
     marker=long
 fi
-# one process: the compilers use all cores themselves
-[ $# -gt 0 ] || set -- tests/compiled
-exec "$VENV/bin/python" -m pytest -o addopts="-q --strict-markers --import-mode=importlib -p no:cacheprovider" -m "$marker" "$@"
+run() { "$VENV/bin/python" -m pytest -o addopts="-q --strict-markers --import-mode=importlib -p no:cacheprovider" -m "$marker" "$@"; }
+if [ $# -gt 0 ]; then
+    run "$@"
+    exit
+fi
+# Two processes, since the compilers use one core for a part of the time. Files that compile the same programs, which
+# are compiled once in a process, stay together.
+together=(tests/compiled/test_budgets.py tests/compiled/test_families.py)
+printed=$(mktemp)
+run "${together[@]}" > "$printed" 2>&1 &
+first=$!
+code=0
+run tests/compiled "${together[@]/#/--ignore=}" || code=$?
+wait "$first" || code=$?
+cat "$printed"
+rm "$printed"
+exit "$code"

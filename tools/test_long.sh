@@ -19,4 +19,5 @@ if [ "${LMTRAIN_SYSTEM_TESTS:-1}" = 0 ]; then
 else
     bash tools/install_servers.sh
 fi
-exec bash tools/test.sh ${leave_out[@]+"${leave_out[@]}"} -n 2 --dist loadfile --no-loadscope-reorder --durations 30 -m "$marker" "$@"
+# three workers on two cores: many of these tests wait for servers, signals and time limits
+exec bash tools/test.sh ${leave_out[@]+"${leave_out[@]}"} -n 3 --dist loadfile --no-loadscope-reorder --durations 30 -m "$marker" "$@"

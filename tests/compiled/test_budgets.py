@@ -300,11 +300,11 @@ def test_preferences_cost_one_more_product_with_the_head(devices):
 
 @pytest.mark.parametrize("devices", [GPU, pytest.param(SMALL_POD, marks=pytest.mark.long)], ids=["gpu", "tpu"])
 def test_a_teacher_costs_one_forward_pass(devices, tmp_path):
-    """It is as large as the student; its weights are gathered once, and have no gradients. With more sequences, the
-    loss is a loop, after which XLA:TPU sums the head's gradient by an all-reduce, with and without a teacher."""
+    """It is as large as the student; its weights are gathered once, and have no gradients. With more sequences
+    the loss is a loop, after which XLA:TPU sums the head's gradient by an all-reduce, with and without a teacher."""
     sizes = {"n_embd": 768, "n_head": 12, "n_layer": 4, "n_positions": 1024, "vocab_size": 50257}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", **sizes}))
-    flags = (*family("gpt2", 16), "--model.num_layers", "4")
+    flags = (*family("gpt2", 32 if devices is GPU else 16), "--model.num_layers", "4")
     plain = plan(*flags, *devices)
     found = plan(*flags, "--objective", f"{{type: distill, teacher: {tmp_path}}}", *devices)
     assert found["flops"]["model"] == pytest.approx(plain["flops"]["model"] * 4 / 3, rel=0.01)

@@ -89,8 +89,8 @@ def test_a_mixture_on_real_text_is_killed_resumed_exported_and_evaluated(tmp_pat
     settings = moe_settings()
     settings["data"] = {"demo": "demo", "cache_dir": "cache", "shuffle": True}
     settings["model"]["seq_len"] = 64
-    settings["trainer"] |= {"num_train_steps": 120, "train_batch_size": 8, "steps_per_eval": 60}
-    settings["trainer"]["checkpointer"] = {"save_interval": None, "keep": [{"every": 20}]}
+    settings["trainer"] |= {"num_train_steps": 60, "train_batch_size": 8, "steps_per_eval": 30}
+    settings["trainer"]["checkpointer"] = {"save_interval": None, "keep": [{"every": 10}]}
     for name in ("killed", "undisturbed"):
         runs.write_config(tmp_path / name, settings)
         for shared in ("demo", "cache"):
@@ -99,12 +99,12 @@ def test_a_mixture_on_real_text_is_killed_resumed_exported_and_evaluated(tmp_pat
     runs.finish(tmp_path / "undisturbed")
     killed = tmp_path / "killed"
     with runs.running(killed) as process:
-        runs.wait_for(lambda: runs.last_logged(killed) >= 50, [process])
-    assert 0 < runs.last_saved(killed) < 120
+        runs.wait_for(lambda: runs.last_logged(killed) >= 25, [process])
+    assert 0 < runs.last_saved(killed) < 60
     assert f"resuming after step {runs.last_saved(killed)}" in runs.finish(killed)
-    assert runs.differences(killed, tmp_path / "undisturbed", 120) == []
+    assert runs.differences(killed, tmp_path / "undisturbed", 60) == []
     losses = logged(killed, "eval/loss")
-    assert losses[120] < losses[60] < np.log(8192)
+    assert losses[60] < losses[30] < np.log(8192)
 
     run_in_process(["export-hf", "tiny.json", "--trainer.id", "one", "--output", "model", "--verify"], killed, code=0)
     names = write_tasks(killed / "tasks", 64)

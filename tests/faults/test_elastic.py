@@ -36,6 +36,8 @@ OTHERS = {
     "8 devices, model axis of 4": (1, 8, ("--trainer.model_axis_size", "4", "--trainer.tensor_parallel_axes", "[mlp]")),
 }
 NOT_LONG = "1 device"
+LONG = ("8 devices, replicas", "4 devices, context axis of 4", "8 devices, model axis of 4")
+RELEASE = [name for name in OTHERS if name not in (NOT_LONG, *LONG)]
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +103,12 @@ def test_on_the_same_mesh_a_resumed_run_of_sharded_arrays_is_bitwise_identical(f
 
 
 @pytest.mark.parametrize(
-    "place", [NOT_LONG, *(pytest.param(name, marks=pytest.mark.long) for name in OTHERS if name != NOT_LONG)]
+    "place",
+    [
+        NOT_LONG,
+        *(pytest.param(name, marks=pytest.mark.long) for name in LONG),
+        *(pytest.param(name, marks=[pytest.mark.long, pytest.mark.release]) for name in RELEASE),
+    ],
 )
 def test_on_other_devices_the_batches_and_losses_are_the_same(folder, place):
     processes, devices, mesh = OTHERS[place]

@@ -56,7 +56,7 @@ def check_finish(folder, undisturbed):
     assert contents(folder) == contents(undisturbed)
 
 
-@pytest.mark.parametrize("kills", [2, pytest.param(12, marks=pytest.mark.long)])
+@pytest.mark.parametrize("kills", [2, pytest.param(6, marks=pytest.mark.long)])
 def test_killed_at_random_moments_it_ends_with_the_same_bytes(folder, undisturbed, kills):
     """Kills at random moments of the time that a complete run takes here. A run that was faster is repeated."""
     started = time.monotonic()

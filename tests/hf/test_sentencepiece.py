@@ -165,18 +165,18 @@ def test_random_texts_and_typed_names_have_the_ids_of_the_library(model_type, ru
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("model_type", ["bpe", "unigram"])
 def test_thousands_of_texts_have_the_ids_of_the_library_with_each_option(model_type, rule):
-    """3,200 for each case, 32,000 in all, with all combinations of any four of five other options."""
-    for number in range(16):
+    """1,600 for each case, 16,000 in all, with all combinations of any three of four other options."""
+    for number in (0, 3, 5, 6, 9, 10, 12, 15):
         check(
             200,
             model_type=model_type,
             normalization_rule_name=rule,
-            byte_fallback=number.bit_count() % 2 == 0,
+            byte_fallback=number % 3 == 0,
             add_dummy_prefix=number % 2 == 0,
             remove_extra_whitespaces=number // 2 % 2 == 0,
             treat_whitespace_as_suffix=number // 4 % 2 == 0,
             user_defined_symbols=SYMBOLS if number < 8 else [],
-            words=PLAIN if number % 3 else HTML,
+            words=PLAIN if number.bit_count() == 2 else HTML,
         )
 
 

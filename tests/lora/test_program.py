@@ -61,13 +61,13 @@ def test_a_base_in_8_bits_takes_half_of_the_memory_and_only_its_adapters_are_tra
     assert not base["tokens"]["embedding"].is_deleted()
     batch = jax.tree.map(lambda leaf: np.ones(leaf.shape, leaf.dtype), program.example()[1])
     batch["tokens"] = np.random.default_rng(0).integers(0, VOCAB, batch["tokens"].shape, dtype=np.int32)
-    before, frozen = jax.tree.map(np.asarray, (state.params, state.base))
+    before, frozen = jax.tree.map(np.asarray, (state.params, state.frozen[BASE]))
     for _ in range(2):  # the first step changes B only, as B is zero
         state, metrics, _ = program.train_step(state, batch)
     assert np.isfinite(metrics["train/loss"])
     for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(state.params), strict=True):
         assert np.abs(new - old).max() > 0
-    for old, new in zip(jax.tree.leaves(frozen), jax.tree.leaves(state.base), strict=True):
+    for old, new in zip(jax.tree.leaves(frozen), jax.tree.leaves(state.frozen[BASE]), strict=True):
         np.testing.assert_array_equal(old, new)
 
 

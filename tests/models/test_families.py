@@ -1,5 +1,6 @@
 """The test families on meshes: patterns of layers, experts and auxiliary losses give the same on 1 and on 8 devices."""
 
+import functools
 import json
 from pathlib import Path
 
@@ -10,32 +11,47 @@ pytestmark = pytest.mark.multi_device
 SCRIPT = Path(__file__).with_name("steps_on_meshes.py")
 
 
-@pytest.fixture(scope="module", params=["suite", pytest.param("all", marks=pytest.mark.long)])
-def found(request, tmp_path_factory):
-    """Model -> mesh -> metrics and errors."""
-    folder = tmp_path_factory.mktemp("families")
-    output = folder / "found.json"
-    run_script(SCRIPT.read_text(), output, request.param, folder=folder, seconds=500, XLA_FLAGS=fake_devices(8))
-    cases = {}
-    for name, case in json.loads(output.read_text()).items():
-        model, mesh = name.split(", ")
-        cases.setdefault(model, {})[mesh] = case
-    return cases | {"all": request.param == "all"}
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """`found(part)`: model -> mesh -> metrics and errors. Each part is run once."""
+
+    @functools.cache
+    def run(part):
+        folder = tmp_path_factory.mktemp("families")
+        output = folder / "found.json"
+        run_script(SCRIPT.read_text(), output, part, folder=folder, seconds=500, XLA_FLAGS=fake_devices(8))
+        cases = {}
+        for name, case in json.loads(output.read_text()).items():
+            model, mesh = name.split(", ")
+            cases.setdefault(model, {})[mesh] = case
+        return cases
+
+    return run
+
+
+METRICS = {
+    "window": "train/loss",
+    "auxiliary": "train/routed",
+    "mixer": "train/loss",
+    "outputs": "train/second_loss",
+    "mixed": "moe/balance_loss/layers",
+}
 
 
 @pytest.mark.parametrize(
-    ("model", "metric"),
+    ("part", "model", "metric"),
     [
-        ("window", "train/loss"),
-        ("auxiliary", "train/routed"),
-        ("mixer", "train/loss"),
-        ("outputs", "train/second_loss"),
-        ("mixed", "moe/balance_loss/layers"),
+        *(("suite", *case) for case in METRICS.items()),
+        pytest.param("more", "mixed", METRICS["mixed"], marks=pytest.mark.long),
+        *(
+            pytest.param("release", model, METRICS[model], marks=[pytest.mark.long, pytest.mark.release])
+            for model in ("window", "auxiliary", "mixer", "outputs")
+        ),
     ],
 )
-def test_metrics_and_gradients_equal_those_of_one_device(found, model, metric):
-    cases = found[model]
-    assert len(cases) == (3 if found["all"] else 2)
+def test_metrics_and_gradients_equal_those_of_one_device(found, part, model, metric):
+    cases = found(part)[model]
+    assert len(cases) == 2
     expected = cases["one"]["metrics"]
     assert metric in expected
     for name, case in cases.items():
@@ -45,16 +61,16 @@ def test_metrics_and_gradients_equal_those_of_one_device(found, model, metric):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("found", ["all"], indirect=True)
 def test_products_in_8_bits_round_the_same_on_every_mesh(found):
     """Scales of fp8 are powers of two: that each device has its own changes only numbers far below the largest. On one
     device: test_quantization.py."""
-    for cases in (found["dense in fp8"], found["mixed in fp8"]):
+    models = found("more")
+    for cases in (models["dense in fp8"], models["mixed in fp8"]):
         loss = cases["one"]["metrics"]["train/loss"]
         for name, case in cases.items():
             assert case["metrics"]["train/loss"] == pytest.approx(loss, rel=1e-5), name
             assert max(case["errors"]) < 1e-3 < max(case["rounding"]), name
-    one, other = (found["dense in int8"][name] for name in ("one", "fsdp"))  # integers differ by their rounding
+    one, other = (models["dense in int8"][name] for name in ("one", "fsdp"))  # integers differ by their rounding
     rounding = max(one["rounding"])
     assert 1e-3 < rounding < 0.1
     assert max(*other["errors"], *other["rounding"]) < 2 * rounding

@@ -90,7 +90,7 @@ LOST = (1, -signal.SIGABRT)
     ("fault", "victim"),
     [
         (signal.SIGKILL, 0),
-        pytest.param(signal.SIGKILL, 1, marks=pytest.mark.long),
+        pytest.param(signal.SIGKILL, 1, marks=[pytest.mark.long, pytest.mark.release]),
         pytest.param(signal.SIGSTOP, 0, marks=pytest.mark.long),
         pytest.param(signal.SIGSTOP, 1, marks=pytest.mark.long),
     ],
@@ -113,21 +113,18 @@ def test_a_user_error_in_one_process_ends_the_other_too(folder):
         assert processes[1].wait(timeout=DEADLINE_SECONDS) in LOST, processes[1].output.read_text()
 
 
-def write_base(folder):
-    """Train a model, `base.json`, for two steps and export it. -> its settings"""
-    base = tiny_settings()
-    base["trainer"] |= {"num_train_steps": 2, "steps_per_eval": 2, "id": "base"}
-    (folder / "base.json").write_text(json.dumps(base))
-    for command in (["train", "base.json"], ["export-hf", "base.json", "--output", "base"]):
-        run_in_process(command, folder, code=0)
-    return base
+@pytest.fixture(scope="module")
+def base(tiny_run, tmp_path_factory):
+    """The folder of a model of transformers."""
+    folder = tmp_path_factory.mktemp("base")
+    run_in_process(["export-hf", "tiny.json", "--trainer.id", "one", "--output", folder], tiny_run, code=0)
+    return folder
 
 
 @pytest.mark.long
-def test_two_processes_have_the_adapters_and_the_results_of_benchmarks_of_one(tmp_path):
-    write_base(tmp_path)
+def test_two_processes_have_the_adapters_and_the_results_of_benchmarks_of_one(base, tmp_path):
     tasks = write_tasks(tmp_path / "tasks", 32)
-    settings = split_settings(4, every=4) | {"initialize_from_hf": "base", "hf_save_path": "exports"}
+    settings = split_settings(4, every=4) | {"initialize_from_hf": str(base), "hf_save_path": "exports"}
     settings["lora"] = {"r": 4, "alpha": 16, "modules_to_save": ["lm_head"]}
     settings["eval_harness"] = {"task_spec": tasks, "include_path": "tasks", "log_samples": True}
     (tmp_path / "tiny.json").write_text(json.dumps(settings))
@@ -153,9 +150,8 @@ def test_two_processes_have_the_adapters_and_the_results_of_benchmarks_of_one(tm
 
 
 @pytest.mark.long
-def test_four_processes_that_split_sequences_compare_answers_as_one(tmp_path):
+def test_four_processes_that_split_sequences_compare_answers_as_one(base, tmp_path):
     """Each reads half of the columns of its sequences, and of the reference."""
-    base = write_base(tmp_path)
     rows = [
         {"prompt": "A star", "chosen": f" has {n} robots.", "rejected": f" is {n} rivers" * (1 + n % 4)}
         for n in range(40)
@@ -164,14 +160,14 @@ def test_four_processes_that_split_sequences_compare_answers_as_one(tmp_path):
         (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     found = []
     for count in (1, 4):
-        settings = base | {"initialize_from_hf": "base", "objective": {"type": "dpo", "loss": "ipo"}}
-        settings["data"] = base["data"] | {
+        settings = tiny_settings() | {"initialize_from_hf": str(base), "objective": {"type": "dpo", "loss": "ipo"}}
+        settings["data"] |= {
             "train_urls": ["train.jsonl"],
             "validation_urls": ["validation.jsonl"],
             "cache_dir": f"cache-{count}",
             "format": {"type": "preference"},
         }
-        settings["trainer"] = base["trainer"] | {"num_train_steps": 4, "steps_per_eval": 4, "context_axis_size": 2}
+        settings["trainer"] |= {"num_train_steps": 4, "steps_per_eval": 4, "context_axis_size": 2}
         (tmp_path / "tiny.json").write_text(json.dumps(settings))
         lines = complete(tmp_path, f"of-{count}", count)
         losses = [line["train/loss"] for line in lines if "train/loss" in line]

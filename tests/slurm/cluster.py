@@ -108,15 +108,20 @@ class Cluster:
     def until(self, job: int, found: Callable[[], Any]) -> Any:
         """Wait until `found` returns a true value, which is returned.
 
-        A requeued job waits for two minutes, until its credential has expired: it may start at once here.
+        A requeued job waits for two minutes, until its credential has expired: here it may start in the next second. In
+        the same one, Slurm takes its new credential for the old one, and the job fails.
         """
         deadline = time.monotonic() + _DEADLINE_SECONDS
-        looked = 0.0
+        looked, requeued = 0.0, 0.0
         while not (result := found()):
             assert time.monotonic() < deadline, self.call("scontrol", "show", "job", job)
             if time.monotonic() > looked + 0.5:
                 looked = time.monotonic()
-                if self.field(job, "Reason") == "BeginTime":
+                if self.field(job, "Reason") != "BeginTime":
+                    requeued = 0.0
+                elif not requeued:
+                    requeued = looked
+                elif looked > requeued + 1:
                     self.call("scontrol", "update", f"JobId={job}", "StartTime=now")
             time.sleep(0.005)
         return result

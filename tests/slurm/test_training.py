@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 from conftest import log_lines, logged, tiny_settings
-from faults.runs import last_logged, write_config
+from faults.runs import last_logged, output_of, write_config
+from forked import ended
+from multihost.processes import start_run
 from slurm.cluster import Cluster
 
 from lmtrain.runtime.signals import STOPPED_BY_SIGNAL
@@ -54,14 +56,15 @@ def config(cache: Path, folder: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(_running: Cluster, cache: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
-    """The metrics of an uninterrupted run on two nodes."""
+def undisturbed(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    """The metrics of an uninterrupted run of two processes, without Slurm."""
     folder = tmp_path_factory.mktemp("undisturbed")
     write_config(folder, settings(cache))
-    job = _running.submit(folder, "train.sbatch", "tiny.json", options=TWO_NODES)
-    assert _running.wait(job) == "COMPLETED", output(folder, job)
-    assert list(logged(folder, "train/loss", f"slurm-{job}")) == list(range(1, STEPS + 1))
-    return losses(folder, job)
+    with ended(*start_run(folder, "slurm-0", 2, devices=1)) as processes:
+        for process in processes:
+            output_of(process, 0)
+    assert list(logged(folder, "train/loss", "slurm-0")) == list(range(1, STEPS + 1))
+    return losses(folder, 0)
 
 
 def hold(folder: Path, step: int) -> None:
@@ -115,6 +118,7 @@ def test_a_cancelled_job_is_not_requeued_and_another_job_finishes_its_run(cluste
     assert losses(folder, job) == undisturbed
 
 
+@pytest.mark.release  # test_requeue.py has a process for each GPU, tests/multihost the losses of more processes
 def test_a_process_per_gpu_trains_as_a_process_per_node(cluster, cache, folder):
     found = []
     few = settings(cache)

@@ -20,7 +20,9 @@ import sys
 import tempfile
 from typing import Any
 
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8 --xla_allow_excess_precision=false"
+os.environ["XLA_FLAGS"] = " ".join(
+    [os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count=8 --xla_allow_excess_precision=false"]
+)
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["HF_HUB_OFFLINE"] = "1"
 

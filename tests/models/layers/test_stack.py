@@ -91,8 +91,8 @@ def expected(num_layers):
 
 
 CASES = [(7, True, "full"), (6, False, "dots")]
-LONG = [(2, True, False), (6, True, "full"), (7, True, False), (7, False, "full"), (7, True, "save_attention")]
-LONG += [(7, True, "dots_no_batch"), (7, True, "offload"), (6, False, "offload")]
+LONG = [(2, True, False), (7, False, "full"), (7, True, "save_attention"), (6, True, "dots_no_batch")]
+LONG += [(6, False, "offload")]
 
 
 @pytest.mark.parametrize(
