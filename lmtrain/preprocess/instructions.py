@@ -50,6 +50,8 @@ _OPENING = {"role": "user", "content": "x"}
 # Keys of a message that are checked elsewhere, and one whose text few templates write.
 _OWN_KEYS, _OLD_CALLS = ("role", "content", "tool_calls", "name", "tool_call_id"), "function_calls"
 
+# Keys of tool calls that are read, or that change nothing.
+_OF_CALLS = ("id", "type", "index", "function", "name", "arguments")
 # A shorter question, such as "Hello", may well start its answer.
 _WORDS_OF_QUESTION = 4
 
@@ -288,7 +290,8 @@ def _are_written(messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | N
         others = [(name, value) for name, value in message.items() if name not in (*_OWN_KEYS, *REASONING)]
         for name, value in others:
             if name in (TOOLS, FUNCTIONS):
-                described = [_function(tool) for tool in parsed_json(value) or () if isinstance(tool, Mapping)]
+                listed = parsed_json(value)
+                described = [_function(tool) for tool in listed] if isinstance(listed, list) else []
                 needed = [str(tool.get("name", "")) for tool in described]
             else:
                 is_needed = name == _OLD_CALLS or is_context(name, value)
@@ -343,14 +346,27 @@ def _last_repeats(messages: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def _passed_over(messages: Sequence[Mapping[str, Any]], text: str) -> tuple[str, ...]:
-    """The keys of messages whose values the text does not have."""
-    names = {
-        name: None
-        for message in messages
-        for name, value in message.items()
-        if name not in (*_OWN_KEYS, *REASONING) and is_unread(name, value, may_matter(name))
-        if not all(leaf in text for leaf in _leaves(value))
-    }
+    """The keys of messages and of their calls whose values the text does not have. Only texts of several words are
+    looked for: the template may write a short one for another reason."""
+
+    def is_lost(value: Any) -> bool:
+        texts = _strings(value)
+        return not texts or not all(" " in part.strip() and part.strip() in text for part in texts)
+
+    names: dict[str, None] = {}
+    for message in messages:
+        for name, value in message.items():
+            if name == "name":
+                lost = message["role"] in ("user", ASSISTANT) and str(value) not in text
+            else:
+                is_own = name in (*_OWN_KEYS, *REASONING)
+                lost = not is_own and is_unread(name, value, may_matter(name)) and is_lost(value)
+            names |= {name: None} if lost and value not in ("", [], {}) else {}
+        for call in message.get("tool_calls") or []:
+            others = [each for each in (call, _function(call)) if isinstance(each, Mapping)]
+            for name, value in [item for each in others for item in each.items()]:
+                if name not in _OF_CALLS and value not in (None, "", [], {}) and is_lost(value):
+                    names[f"tool_calls.{name}"] = None
     return tuple(names)
 
 

@@ -63,8 +63,12 @@ _PROMPT, _COMPLETION = "prompt", "completion"
 _MARKUP = {"a", "ai", "answer", "assistant", "bot", "gpt", "human", "input", "instruction", "prompter", "q", "question"}
 _MARKUP |= {"response", "system", "user"}
 _TAG, _WORD = re.compile(r"<[^<>]*>|\[/?[A-Z]+\]|#+"), re.compile(r"\w+")
-# Names of roles in `from`, in addition to ROLES.
-_FROM = {"human": "user", "gpt": ASSISTANT, "chatgpt": ASSISTANT, "observation": "tool"}
+# Messages as text of Python, such as pandas writes into CSV.
+_REPR = re.compile(r"\s*\[?\s*\{'(role|from|content|value)'")
+# Other names of roles.
+_FROM = {"human": "user", "gpt": ASSISTANT, "chatgpt": ASSISTANT, "model": ASSISTANT, "observation": "tool"}
+# A call of a tool as a message, of LLaMA-Factory and others: its content is the call as JSON.
+_CALL = "function_call"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,10 +159,15 @@ def read_conversation(record: Mapping[str, Any], messages_field: str, ignored: C
     asked, replies = texts_by_role(found.messages)
     refuse_context(record, (*SYSTEM, TOOLS, FUNCTIONS, VARIABLES, *own), asked, replies)
     if messages_field == _OPENAI:
-        refuse_others_of(record, (*CONVERSATIONS, _COMPLETION, "response"), own, asked + replies)
+        refuse_others_of(record, (*CONVERSATIONS, _COMPLETION, "response", _OUTPUT), own, asked + replies)
     found = Conversation(
         messages=found.messages, marks=found.marks, tools=tools_of(record), variables=variables_of(record)
     )
+    if found.tools and any("<tools>" in text for text in asked):
+        raise BadRecordError(
+            f"the messages have <tools> already, and the record has others; keep one of them, or add {TOOLS!r} to "
+            "data.format.ignored_fields"
+        )
     return found.with_system(system_text(record))
 
 
@@ -170,6 +179,8 @@ def texts_by_role(messages: Collection[Mapping[str, Any]]) -> tuple[list[str], l
 
 def as_messages(value: Any) -> Any:
     """A value that may be messages: a single one becomes a list of one, and JSON text of messages is parsed."""
+    if isinstance(value, str) and _REPR.match(value):
+        raise BadRecordError("messages as Python writes them, in single quotes, are not read; write them as JSON")
     if isinstance(value, str) and value.lstrip().startswith("[{"):
         try:
             found = parsed(value, "")
@@ -235,7 +246,7 @@ def check_prompt(prompt: Any, messages: list[dict[str, Any]], key: str) -> None:
     asked = [text.strip() for text in texts_by_role(messages)[0]]
     if isinstance(prompt, list):
         inside = [message.get("content", message.get("value")) for message in prompt if isinstance(message, dict)]
-        missing = any(str(content or "").strip() not in contents for content in inside)
+        missing = any(str(content or "").strip() not in (*contents, "") for content in inside)
     elif missing := bool(rest.strip()) and not is_inside(rest, asked):  # or a text that was made of the messages
         has_any = any(text in rest for text in asked if text)
         for content in sorted(contents, key=len, reverse=True):
@@ -278,11 +289,19 @@ def _from_alpaca(record: Mapping[str, Any]) -> list[dict[str, Any]]:
 def _from_completion(record: Mapping[str, Any], ignored: Collection[str]) -> Conversation:
     """A prompt and a completion that are messages. Replies in the prompt are no targets, as in TRL."""
     prompt, completion = (as_messages(record[name]) for name in (_PROMPT, _COMPLETION))
+    if isinstance(prompt, list) and isinstance(completion, str):
+        completion = [{"role": ASSISTANT, "content": completion}]
     if not isinstance(prompt, list) or not isinstance(completion, list):
         raise BadRecordError(f"{_PROMPT!r} and {_COMPLETION!r} are not messages; set {READ_COMPLETIONS}")
     asked = check_messages(prompt, _PROMPT, ignored)
     answer = check_messages(completion, _COMPLETION, ignored)
     answer = answer.after(repeated_in(asked.messages, [answer.messages]))
+    for message, mark in zip(asked.messages, asked.marks, strict=True):
+        if mark and message["role"] == ASSISTANT:
+            raise BadRecordError(
+                f"a reply in {_PROMPT!r} is marked as a target, but nothing of a prompt is; write all as messages, or "
+                "add the mark to data.format.ignored_fields"
+            )
     marks = [
         False if message["role"] == ASSISTANT else mark
         for message, mark in zip(asked.messages, asked.marks, strict=True)
@@ -302,7 +321,8 @@ def repeated_in(asked: list[dict[str, Any]], answers: list[list[dict[str, Any]]]
         if len(answer) == found:
             raise BadRecordError("an answer has no message")
         role = answer[found]["role"]
-        if role in _SYSTEM_ROLES or (role == asked[-1]["role"] == "user"):
+        has_question = any(message["role"] not in (*_SYSTEM_ROLES, ASSISTANT) for message in asked)
+        if role in _SYSTEM_ROLES or (role == "user" and (asked[-1]["role"] == "user" or not has_question)):
             raise BadRecordError(
                 f"an answer starts with a message of the role {role}, which '{_PROMPT}' does not have there; write "
                 "the prompt once, with its system message, and only the reply as the answer"
@@ -320,11 +340,14 @@ def _checked(message: dict[str, Any], number: int) -> dict[str, Any]:
     if message.get("role") is not None and message.get("from") is not None:
         raise BadRecordError(f"message {number} has 'role' and 'from'; keep one of them")
     if message.get("role") is None and message.keys() >= {"from", "value"}:
-        role = message["from"]
-        role = _FROM.get(role, role) if isinstance(role, str) else role
-        message = {**message, "role": role, "content": message["value"]}
+        message = {**message, "role": message["from"], "content": message["value"]}
         message = {name: value for name, value in message.items() if name not in ("from", "value")}
     kept = {name: value for name, value in message.items() if value is not None}
+    if isinstance(kept.get("role"), str):
+        kept["role"] = _FROM.get(kept["role"].lower(), kept["role"].lower())
+    if kept.get("role") == _CALL:
+        listed = parsed(kept.pop("content", None), f"message {number}: content")
+        kept |= {"role": ASSISTANT, "content": "", "tool_calls": listed if isinstance(listed, list) else [listed]}
     if "role" not in kept:
         raise BadRecordError(f"message {number} has no role (it has {listed_keys(kept)})")
     if kept["role"] not in ROLES:
@@ -347,6 +370,11 @@ def _checked(message: dict[str, Any], number: int) -> dict[str, Any]:
         raise BadRecordError(
             f"message {number} has reasoning in 'content' and under another key, and both would be written; keep one "
             "of them, or add the key to data.format.ignored_fields"
+        )
+    if kept.get("tool_calls") and "<tool_call>" in str(kept.get("content")):
+        raise BadRecordError(
+            f"message {number} has its calls in 'content' and in 'tool_calls', and both would be written; keep one of "
+            "them, or add 'tool_calls' to data.format.ignored_fields"
         )
     is_empty = not kept.get("content") and not kept.get("tool_calls")
     if is_empty and kept["role"] not in ("tool", "function"):

@@ -102,6 +102,8 @@ class Preferences:
         prompt, chosen, rejected = (as_messages(record.get(name)) for name in self._fields)
         if chosen is not None and chosen == rejected:
             raise EqualAnswersError
+        if isinstance(prompt, list) and isinstance(chosen, str) and isinstance(rejected, str):
+            chosen, rejected = ([{"role": ASSISTANT, "content": answer}] for answer in (chosen, rejected))
         if isinstance(chosen, list) and isinstance(rejected, list):
             pair = self._read_messages(prompt, chosen, rejected, record)
         else:

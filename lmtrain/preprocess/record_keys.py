@@ -86,9 +86,15 @@ def may_matter(name: str) -> bool:
 
 
 def is_unread(name: str, value: Any, is_read: bool) -> bool:
-    """Whether nothing is done with a key's value: it `is_read` by no one, or it is a text under the name of a mark."""
-    is_text = isinstance(value, str) and value.lower() not in _TRUTH
-    return not is_read or (is_text and _is_mark(_words(name)) and not is_context(name, value))
+    """Whether nothing is done with a key's value. It is read by no one; or it looks like a part of a prompt without a
+    text, or like a mark without a number. `value` is None if it is not known."""
+    if not is_read or value is None:
+        return not is_read
+    if _joined(name) in _TABLE:
+        return isinstance(value, bool)
+    if _joined(name) in _REFUSED_NAMES or not may_matter(name) or is_context(name, value):
+        return False
+    return not (_is_mark(_words(name)) and all(isinstance(one, bool | int | float) for one in _numbers(value)))
 
 
 def is_context(name: str, value: Any) -> bool:
@@ -122,7 +128,7 @@ def refuse_others(record: Mapping[str, Any], read: Collection[str] = (), place: 
             known = "images"
         if known is not None and (value is not False or known == "enable_thinking"):
             raise BadRecordError(f"{place}{name!r} is not read: {_REFUSED[known]}{_IGNORE}")
-        values = [_TRUTH.get(one.lower(), one) if isinstance(one, str) else one for one in _listed(value)]
+        values = _numbers(value)
         if _is_mark(_words(name), place) and all(isinstance(one, bool | int | float) for one in values):
             neutral = 0 if _excludes(_words(name)) else 1
             if all(one == neutral for one in values) and not words & _RESTRICTING:
@@ -138,14 +144,18 @@ def refuse_context(
 ) -> None:
     """Raise `BadRecordError` if a record has more than the texts that are `asked` and the `replies`, which are under
     the keys of `read`: other parts of a prompt or reply (`is_context`) that are not in these."""
-    for name, value in record.items():
-        if name in read or value in (None, "", [], {}) or not is_context(name, value):
-            continue
-        if not is_inside(value, replies if set(_words(name)) & _REPLIED else asked):
-            raise BadRecordError(
-                f"{name!r} is not read, and is not in the texts that are: write it into them, or add it to "
-                "data.format.ignored_fields"
-            )
+    lost = [
+        name
+        for name, value in record.items()
+        if name not in read and value not in (None, "", [], {}) and is_context(name, value)
+        if not is_inside(value, replies if set(_words(name)) & _REPLIED else asked)
+    ]
+    if lost:
+        what, them = ("are not read, and are", "them") if len(lost) > 1 else ("is not read, and is", "it")
+        raise BadRecordError(
+            f"{', '.join(map(repr, lost))} {what} not in the texts that are: write {them} into these, or add {them} to "
+            "data.format.ignored_fields"
+        )
 
 
 def refuse_others_of(record: Mapping[str, Any], names: Sequence[str], read: Collection[str], texts: Any) -> None:
@@ -242,8 +252,8 @@ def _tools(value: Any, key: str) -> list[Mapping[str, Any]]:
     if not isinstance(listed, list):
         raise BadRecordError(f"{key!r} is {type(listed).__name__}, not a list of tools")
     tools = [parsed(tool, key) for tool in listed]
-    if other := next((tool for tool in tools if not isinstance(tool, Mapping)), None):
-        raise BadRecordError(f"{key!r} has {type(other).__name__}, not maps that describe tools")
+    if others := [tool for tool in tools if not isinstance(tool, Mapping)]:
+        raise BadRecordError(f"{key!r} has {type(others[0]).__name__}, not maps that describe tools")
     return tools
 
 
@@ -265,8 +275,10 @@ def _has_text(value: Any) -> bool:
     return any(map(_has_text, value)) if isinstance(value, list | tuple) else isinstance(value, str) and value != ""
 
 
-def _listed(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
+def _numbers(value: Any) -> list[Any]:
+    """The values of a mark, with those that are texts as numbers if they are some."""
+    listed = value if isinstance(value, list) else [value]
+    return [_TRUTH.get(one.lower(), one) if isinstance(one, str) else one for one in listed]
 
 
 def _words(name: str) -> list[str]:

@@ -258,7 +258,6 @@ USER = {"role": "user", "content": "a"}
         ({"messages": [["user", "Hello"]]}, ["message 1"]),
         ({"messages": [{"content": "Hello"}]}, ["message 1"]),
         ({"messages": [{"from": "dog", "value": "Hello"}]}, ["message 1", "'dog'"]),
-        ({"messages": [{"role": "human", "content": "Hello"}]}, ["message 1", "'human'"]),
         ({"messages": [{"role": "user", "text": "a"}]}, ["message 1", "'role'"]),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, ["'image_url'"]),
         ({"messages": [{"role": "user", "content": ["Hello"]}]}, ["message 1", "'str'"]),

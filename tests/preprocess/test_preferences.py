@@ -130,7 +130,6 @@ def test_answers_may_have_several_messages(folder):
         ({"chosen": None, "rejected": "b"}, ["'chosen'"]),
         ({"chosen": "a", "rejected": "b"}, ["data.format.prompt_field"]),
         ({"chosen": "", "rejected": "b"}, ["data.format.prompt_field"]),
-        ({"prompt": [ASK], "chosen": "a", "rejected": "b"}, ["'prompt'"]),
         ({"prompt": "a", "chosen": [ASK, GOOD], "rejected": "b"}, ["'chosen'"]),
         ({"prompt": [ASK], "chosen": [], "rejected": [BAD]}, ["answer"]),
         ({"chosen": [GOOD], "rejected": [BAD]}, ["data.format.prompt_field"]),

@@ -58,6 +58,7 @@ CHAT, PAIR = {"type": "chat"}, {"type": "preference"}
 QA = {"type": "completion"}
 NAMED = PAIR | {"chosen_field": "response_1", "rejected_field": "response_2"}
 ANSWERS = {"prompt": "p ", "response_1": "g", "response_2": "b"}
+CALL = {"name": "f", "arguments": {}}
 THREAD = [user("q"), reply("mid"), user("r")]
 
 
@@ -76,6 +77,9 @@ THREAD = [user("q"), reply("mid"), user("r")]
                 "rejected": [user("q"), reply("mid", id=2), user("r"), reply("b")]}, "mid", ["g", "b"]),
         (PAIR, {"prompt": "", "chosen": "x: q good", "rejected": "x: q bad"}, "q", [" good", " bad"]),
         (PAIR, {"prompt": "", "chosen": "yes", "rejected": "no"}, "yes", ["yes", "no"]),
+        (PAIR, {"prompt": [user("q")], "chosen": "g", "rejected": "b"}, "q", ["g", "b"]),
+        (CHAT, {"prompt": [user("q")], "completion": "a"}, "q", ["a"]),
+        (CHAT, {"messages": [{"role": "Human", "content": "q"}, {"from": "model", "value": "a"}]}, "q", ["a"]),
     ],
 )  # fmt: skip
 def test_a_prompt_is_read_once_however_often_it_is_written(read, format, record, once, targets):
@@ -99,6 +103,14 @@ def test_a_prompt_is_read_once_however_often_it_is_written(read, format, record,
         (PAIR, {"prompt": '["q1","q2"]', "chosen": '["a1","a2"]', "rejected": '["b1","b2"]'}, "'prompt'"),
         (QA, {"prompt": "from 1 to 100", "input": "10", "completion": "100"}, "'input'"),
         (QA, {"prompt": "p", "completion": "c", "thinking": False}, "'thinking'"),
+        (QA, {"prompt": "p", "completion": "c", "context": "x", "persona": "y"}, "'context', 'persona'"),
+        (QA, {"prompt": "p", "completion": "[{'role': 'assistant', 'content': 'a'}]"}, "JSON"),
+        (CHAT, {"messages": [user("q"), reply("a")], "output": "other"}, "'output'"),
+        (CHAT, {"prompt": [user("q"), reply("m", weight=1), user("r")], "completion": [reply("a")]}, "'prompt'"),
+        (CHAT, {"messages": [system("<tools>[]</tools>"), user("q"), reply("a")], "tools": [{"name": "f"}]}, "'tools'"),
+        (CHAT, {"messages": [user("q"), reply("<tool_call>{}</tool_call>", tool_calls=[CALL])]}, "'tool_calls'"),
+        (CHAT, {"messages": [user("q"), reply("a")], "functions": [0, 1]}, "'functions'"),
+        (PAIR, {"prompt": [system("s")], "chosen": [user("q"), reply("g")], "rejected": [user("r"), reply("b")]}, "u"),
         *((CHAT, {"messages": THREAD, name: value}, f"'{name}'") for name, value in (
             ("Response", "x"), ("ideal", ["x"]), ("message", reply("x")), ("chosen", {"from": "gpt", "value": "x"}))),
         *((QA, {"prompt": "p", "completion": "c", name: "old"}, f"'{name}'") for name in (
@@ -122,9 +134,26 @@ def test_keys_that_are_not_read_are_named_in_one_warning_unless_they_are_ignored
     assert ("'id'" in warning, "'notes'" in warning) == (True, True)
     ignored = QA | {"ignored_fields": ["id", "notes", "z"]}
     assert read(ignored, *records, name=name)[1] == []
-    more = {"messages": [user("q"), reply("a", parts=["lost"])], "answer": "x", "label": "undesirable"}
-    [warning] = read(CHAT, more)[1]
-    assert all(key in warning for key in ("parts", "'answer'", "'label'"))
+    call = CALL | {"result": "sunny"}
+    messages = [user("q", name="Alice"), reply("a", parts=["lost"], keep=False, status="a", tool_calls=[call])]
+    others = {"answer": "x", "label": "undesirable", "loss_mask": [[0, 1]], "no_think": True, "facts": {"a": 3}}
+    [warning] = read(CHAT, {"messages": messages, **others})[1]
+    assert all(f"'{key} of messages'" in warning for key in ("name", "parts", "keep", "status", "tool_calls.result"))
+    assert all(f"'{key}'" in warning for key in others)
+
+
+def test_a_call_as_a_message_is_a_call(read):
+    turns = [
+        ("human", "q"),
+        ("function_call", '{"name": "f", "arguments": {"a": 1}}'),
+        ("observation", "42"),
+        ("gpt", "a"),
+    ]
+    chat = {"conversations": [{"from": role, "value": text} for role, text in turns]}
+    template = "{% for m in messages %}{{ m.role }} {{ m.tool_calls | default('') }} {{ m.content }}\n{% endfor %}"
+    [(document, _)], _ = read(CHAT | {"chat_template": template, "loss_on": "all"}, chat)
+    assert "'arguments': {'a': 1}" in document.text
+    assert "tool  42" in document.text
 
 
 @pytest.mark.parametrize("result", ['{"result": 17}', "ok"])
