@@ -17,6 +17,7 @@ from models.two_outputs import two_output_config, two_output_objective
 from lmtrain.models.registry import build_model
 from lmtrain.sharding.config import PartitioningConfig
 from lmtrain.sharding.mesh import build_layout
+from lmtrain.train.step.state import state_shardings
 
 TENSOR = PartitioningConfig(model_axis_size=2, tensor_parallel_axes=["mlp", "heads"], axis_resources={"kv_heads": None})
 # number of devices, mesh, number of microbatches
@@ -64,7 +65,8 @@ for name, (model, meshes, long, how) in MODELS.items():
             continue
         layout = build_layout(config, jax.devices()[:devices])
         step = quick.build_step(model, microbatches=microbatches, layout=layout, **how)
-        state, metrics, _ = step(quick.new_state(values), families.BATCH)
+        _, shardings = state_shardings(model, quick.KEEPER, layout, "float32")
+        state, metrics, _ = step(jax.device_put(quick.new_state(values), shardings), families.BATCH)
         gradients = jax.device_get(state.opt_state[0].trace)
         expected = expected or gradients
         unrounded = exact.setdefault(name.partition(" in ")[0], gradients)
