@@ -65,7 +65,22 @@ _RESTRICTING |= {"disable", "disabled"}
 _PLACES = {"url", "path", "link"}
 _TRUTH = {"yes": 1, "true": 1, "1": 1, "no": 0, "false": 0, "0": 0}
 # Words of names that mean something else: train_id, language_label; context_length, of texts only.
-_OTHERS = {"id", "ids", "index", "split", "set", "size", "name", "source", "language", "lang", "time", "date", "step"}
+_OTHERS = {
+    "id",
+    "ids",
+    "formatting",
+    "index",
+    "split",
+    "set",
+    "size",
+    "name",
+    "source",
+    "language",
+    "lang",
+    "time",
+    "date",
+    "step",
+}
 _DETAILS = {"type", "category", "topic", "level", "score", "count", "num", "length", "hash", "author", "version"}
 _DETAILS |= {"fingerprint", "model", "title", "difficulty", "quality", "rating", "tag", "tags", "domain", "status"}
 _DETAILS |= {"tokens", "token", "seed", "format", "operating", *_OTHERS}
