@@ -65,6 +65,8 @@ _MARKUP |= {"response", "system", "user"}
 _TAG, _WORD = re.compile(r"<[^<>]*>|\[/?[A-Z]+\]|#+"), re.compile(r"\w+")
 # Messages as text of Python, such as pandas writes into CSV.
 _REPR = re.compile(r"\s*\[?\s*\{'(role|from|content|value)'")
+# Keys of a part of a content that are read.
+_OF_PARTS = ("type", "text", *MARKS)
 # Other names of roles.
 _FROM = {"human": "user", "gpt": ASSISTANT, "chatgpt": ASSISTANT, "model": ASSISTANT, "observation": "tool"}
 # A call of a tool as a message, of LLaMA-Factory and others: its content is the call as JSON.
@@ -359,7 +361,11 @@ def _checked(message: dict[str, Any], number: int) -> dict[str, Any]:
     if calls := _calls(kept.pop("tool_calls", None), f"message {number}: "):
         kept["tool_calls"] = calls
     if isinstance(kept.get("content"), list):
-        kept["content"] = _joined(kept["content"], number)
+        parts, kept["content"] = kept["content"], _joined(kept["content"], number)
+        # named with the keys of messages that are not read
+        kept |= {
+            f"content.{name}": part[name] for part in parts for name in part if name not in _OF_PARTS and part[name]
+        }
     elif not isinstance(kept.get("content", ""), str):
         raise BadRecordError(
             f"message {number}: content is {type(kept['content']).__name__}, not text or a list of text parts"
@@ -424,6 +430,6 @@ def _joined(parts: list[Any], number: int) -> str:
             )
         if mark_of(part, f"message {number}: ") is False:
             raise BadRecordError(f"message {number}: one part of its content is no target; mark complete messages")
-        refuse_others(part, ("type", "text", *MARKS), f"message {number}: ")
+        refuse_others(part, _OF_PARTS, f"message {number}: ")
         texts.append(part["text"])
     return "".join(texts)

@@ -127,6 +127,9 @@ def test_what_would_change_what_is_learned_is_an_error_that_names_it(read, forma
         read(format, *[record] * 3)
 
 
+OF_MESSAGES = ("name", "content.note", "parts", "keep", "status", "tool_calls.result")
+
+
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
 def test_keys_that_are_not_read_are_named_in_one_warning_unless_they_are_ignored(read, name):
     records = [{"prompt": "p", "completion": "c", "id": 1, "notes": "n"}, {"prompt": "p", "completion": "c", "z": "x"}]
@@ -135,10 +138,11 @@ def test_keys_that_are_not_read_are_named_in_one_warning_unless_they_are_ignored
     ignored = QA | {"ignored_fields": ["id", "notes", "z"]}
     assert read(ignored, *records, name=name)[1] == []
     call = CALL | {"result": "sunny"}
-    messages = [user("q", name="Alice"), reply("a", parts=["lost"], keep=False, status="a", tool_calls=[call])]
+    asked = [{"type": "text", "text": "q", "note": "lost"}]
+    messages = [user(asked, name="Alice"), reply("a", parts=["lost"], keep=False, status="a", tool_calls=[call])]
     others = {"answer": "x", "label": "undesirable", "loss_mask": [[0, 1]], "no_think": True, "facts": {"a": 3}}
     [warning] = read(CHAT, {"messages": messages, **others})[1]
-    assert all(f"'{key} of messages'" in warning for key in ("name", "parts", "keep", "status", "tool_calls.result"))
+    assert all(f"'{key} of messages'" in warning for key in OF_MESSAGES)
     assert all(f"'{key}'" in warning for key in others)
 
 
