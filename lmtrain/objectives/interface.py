@@ -50,7 +50,7 @@ def main_loss(objective: Objective) -> Loss:
     return objective[LOSS].loss
 
 
-def further_losses(objective: Objective, outputs: Outputs, batch: Mapping[str, jax.Array]) -> dict[str, Auxiliary]:
+def further_sums(objective: Objective, outputs: Outputs, batch: Mapping[str, jax.Array]) -> dict[str, Auxiliary]:
     """The sums of the losses besides the main one, by the name of their metric. What they log is not logged."""
     found = {}
     for name, (loss, coefficient) in objective.items():

@@ -77,7 +77,7 @@ class DocumentReader:
         self._read = 0
         self._equal: list[int] = []  # numbers of records
         self._repeated: list[int] = []
-        self._passed_over: dict[str, int | None] = {}  # the first record with each key; None: one of the columns
+        self._passed_over: dict[str, None] = {}  # keys, in the order in which they were found
         self._source = source
         self._reader = reader
         self._skip_bad = skip_bad
@@ -150,9 +150,9 @@ class DocumentReader:
         for name, value in record.items():
             is_new = name not in self._passed_over and value not in (None, "", [], {})
             if is_new and self._reader.passes_over(name, value):
-                self._passed_over[name] = number
+                self._passed_over[name] = None
         for name in document.passed_over:
-            self._passed_over.setdefault(f"{name} of messages", number)
+            self._passed_over[f"{name} of messages"] = None
 
     @property
     def passed_over(self) -> list[str]:
@@ -214,7 +214,7 @@ class DocumentReader:
 class _Noticing:
     """A reader that notes the columns of a table that it passes over: they are not among the keys of its records."""
 
-    def __init__(self, reader: RecordReader, passed_over: dict[str, int | None]):
+    def __init__(self, reader: RecordReader, passed_over: dict[str, None]):
         self._reader, self._passed_over = reader, passed_over
 
     def __getattr__(self, name: str) -> Any:

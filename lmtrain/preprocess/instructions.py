@@ -49,7 +49,8 @@ from lmtrain.runtime.text import parse_json
 _OPENING = {"role": "user", "content": "x"}
 # Keys of a message that are checked elsewhere, and one whose text few templates write.
 _OWN_KEYS, _OLD_CALLS = ("role", "content", "tool_calls", "name", "tool_call_id"), "function_calls"
-
+# A tag that stands directly inside of itself.
+_TWICE = re.compile(r"<(?P<tag>\w+)>\s*<(?P=tag)>")
 # Keys of tool calls that are read, or that change nothing.
 _OF_CALLS = ("id", "type", "index", "function", "name", "arguments")
 # A shorter question, such as "Hello", may well start its answer.
@@ -109,11 +110,20 @@ class Rendering:
             text=self.text,
             targets=targets,
             contents=_strings(self._messages),
-            is_written=_are_written(self._messages, self._more[0], self.text),
+            is_written=_are_written(self._messages, self._more[0], self.text) and not self._doubles_tags,
             is_marked=not self._marked or _are_written(replies, None, marked),
             has_reasoning=all(text in self.text for message in self._messages for text in _reasoning(message)),
             repeats_prompt=_last_repeats(self._messages),
             passed_over=_passed_over(self._messages, self.text),
+        )
+
+    @property
+    def _doubles_tags(self) -> bool:
+        """Whether the template puts a content that has its tag already into the same tag, such as <tool_response>."""
+        contents = _strings(self._messages)
+        return any(
+            not any(twice in own for own in contents)
+            for twice in (match.group() for match in _TWICE.finditer(self.text))
         )
 
     def answer(self, number: int) -> Span:

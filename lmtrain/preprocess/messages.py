@@ -311,9 +311,9 @@ def _from_completion(record: Mapping[str, Any], ignored: Collection[str]) -> Con
     return Conversation(messages=asked.messages, marks=marks) + answer
 
 
-def repeated_in(asked: list[dict[str, Any]], answers: list[list[dict[str, Any]]]) -> int:
-    """The number of messages of the prompt, from its end, that all answers start with. Only what they say counts, not
-    keys such as id.
+def repeated_in(asked: list[dict[str, Any]], answers: list[list[dict[str, Any]]], key: str = _PROMPT) -> int:
+    """The number of messages of the prompt under `key`, from its end, that all answers start with. Only what they say
+    counts, not keys such as id.
 
     Raises `BadRecordError` if an answer then starts with a message that belongs before the prompt.
     """
@@ -326,7 +326,7 @@ def repeated_in(asked: list[dict[str, Any]], answers: list[list[dict[str, Any]]]
         has_question = any(message["role"] not in (*_SYSTEM_ROLES, ASSISTANT) for message in asked)
         if role in _SYSTEM_ROLES or (role == "user" and (asked[-1]["role"] == "user" or not has_question)):
             raise BadRecordError(
-                f"an answer starts with a message of the role {role}, which '{_PROMPT}' does not have there; write "
+                f"an answer starts with a message of the role {role}, which {key!r} does not have there; write "
                 "the prompt once, with its system message, and only the reply as the answer"
             )
     return found

@@ -185,7 +185,7 @@ class Preferences:
         messages = [answer.messages for answer in answers]
         if isinstance(prompt, list) and prompt:
             asked = check_messages(prompt, self.prompt_field, self.ignored_fields)
-            repeated = repeated_in(asked.messages, messages)
+            repeated = repeated_in(asked.messages, messages, self.prompt_field)
         elif isinstance(prompt, str) and prompt.strip() and all(own[0]["role"] == ASSISTANT for own in messages):
             asked, repeated = check_messages([{"role": "user", "content": prompt}], self.prompt_field), 0
         elif prompt is None or isinstance(prompt, str | list):

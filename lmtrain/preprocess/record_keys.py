@@ -5,6 +5,7 @@ refused, too: a mark that is passed over trains on what its author has excluded.
 (`DocumentReader`). `data.format.ignored_fields` names the keys that mean something else.
 """
 
+import functools
 import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -296,10 +297,12 @@ def _numbers(value: Any) -> list[Any]:
     return [_TRUTH.get(one.lower(), one) if isinstance(one, str) else one for one in listed]
 
 
-def _words(name: str) -> list[str]:
-    return [word.lower() for word in _WORD.findall(name)]
+@functools.lru_cache(maxsize=4096)  # the same names in each record
+def _words(name: str) -> tuple[str, ...]:
+    return tuple(word.lower() for word in _WORD.findall(name))
 
 
+@functools.lru_cache(maxsize=4096)
 def _joined(name: str) -> str:
     """A name without its case and separators: systemPrompt, "System Prompt" and system_prompt are one."""
     return re.sub(r"[\W_]+", "", name).lower()

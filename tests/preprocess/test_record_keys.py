@@ -169,3 +169,11 @@ def test_a_result_that_the_template_drops_is_not_found_in_other_messages(read, r
     chat = {"messages": [user("Is it ok?"), reply("call f"), called, reply(f"It said {result}")]}
     [(document, _)], _ = read(CHAT | {"chat_template": template, "loss_on": "all"}, chat)
     assert not document.is_written
+
+
+def test_a_tag_that_the_template_writes_around_itself_is_counted(read):
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>{% endfor %}"
+    for content, is_written in (("<user>q</user>", False), ("q <user><user>", True), ("q", True)):
+        chat = {"messages": [user(content), reply("a")]}
+        [(document, _)], _ = read(CHAT | {"chat_template": template, "loss_on": "all"}, chat)
+        assert document.is_written == is_written

@@ -14,7 +14,7 @@ from lmtrain.models.interface import LanguageModel, outputs_of
 from lmtrain.models.layers.quantized import QUANTIZED
 from lmtrain.models.moe.load import BY_LAYER, LOAD, REDUCE, collect_load, load_metrics
 from lmtrain.models.params import AUXILIARY, Auxiliary, cast_to_compute, collect, has_auxiliary
-from lmtrain.objectives.interface import LossTerms, Objective, further_losses, main_loss, sum_of_weights
+from lmtrain.objectives.interface import LossTerms, Objective, further_sums, main_loss, sum_of_weights
 from lmtrain.optim.schedules import Schedule
 from lmtrain.optim.transforms import widen
 from lmtrain.sharding.local import num_parts, split_over
@@ -154,7 +154,7 @@ class TrainStep:
             for part in self.parts:
                 batch = batch | part.inputs(state, batch)
             main = main_loss(self.objective).loss_sum(outputs, batch)
-            further = further_losses(self.objective, outputs, batch)
+            further = further_sums(self.objective, outputs, batch)
         return LossSum(main, logged.means, further, collect(sown), collect_load(sown))
 
 
