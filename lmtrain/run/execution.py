@@ -93,7 +93,9 @@ def parse_precision(text: str) -> Precision:
             raise ValueError(f"in {text!r}: {item.strip()!r} has no dtype; expected for example c=bfloat16")
         part = _PARTS.get(name.strip())
         if part is None:
-            raise ValueError(f"in {text!r}: unknown name {name.strip()!r}; expected p, c or q")
+            raise ValueError(
+                f"in {text!r}: unknown name {name.strip()!r}; expected p (params), c (compute) or q (products)"
+            )
         if part in given:
             raise ValueError(f"in {text!r}: {part} is set twice")
         given[part] = _format(dtype) if part == "products" else _dtype(dtype)
