@@ -12,7 +12,12 @@ for _name in ("RUN_ID", "WANDB_API_KEY"):
 # through LLVM's older emitters compile a training step in less than half the time that the ones through MLIR take;
 # JAX 0.12 has only the latter, and ends on a flag that it does not know.
 _older_fusions = " --xla_cpu_use_fusion_emitters=false" if version("jaxlib").startswith("0.10.") else ""
+_older_fusions += " --xla_cpu_parallel_codegen_split_count=1" if _older_fusions else ""  # 8 % less processor time
 os.environ["XLA_FLAGS"] = f"--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true{_older_fusions}"
+
+# Tracing takes more time than compilation: 7 % of it for the lines of code of each operation, and 13 % for collections
+# of garbage, which has few cycles.
+os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
 
 import atexit  # noqa: E402
 import contextlib  # noqa: E402
@@ -29,6 +34,8 @@ from pathlib import Path  # noqa: E402
 
 import pytest  # noqa: E402
 import yaml  # noqa: E402
+
+gc.set_threshold(100_000, 50, 1000)
 
 # A suite that a script starts in the background ignores Ctrl-C, and the processes that its tests start would too.
 signal.signal(signal.SIGINT, signal.default_int_handler)

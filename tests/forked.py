@@ -9,6 +9,7 @@ but for JAX_PLATFORMS; and Orbax, imported, has given the root logger a handler.
 import atexit
 import contextlib
 import functools
+import gc
 import multiprocessing
 import os
 import signal
@@ -48,6 +49,7 @@ def _start_server() -> None:
 def _child(
     script: str | None, arguments: Sequence[str], cwd: str, outputs: Sequence[str], environment: Mapping[str, str]
 ) -> None:
+    gc.set_threshold(100_000, 50, 1000)  # as in conftest.py
     os.setsid()
     os.chdir(cwd)
     for stream, output in enumerate(outputs, start=1):

@@ -71,8 +71,9 @@ def run(argv: list[str]) -> int:
             local = f"{temporary}/export"
             write(local)
         if arguments.verify:
-            from lmtrain.weights.compare_logits import build_logits, compare_logits
+            from lmtrain.weights.compare_export import build_logits, check_ids, compare_logits
 
+            check_ids(local, trained.tokenizer)
             ours, seq_len = build_logits(model, params, layout), trained.config.model.seq_len
             base = export.config["base_model_name_or_path"] if export.is_adapter else None
             log.info(compare_logits(local, ours, seq_len, export.dtype, base))
@@ -93,7 +94,7 @@ def _check(arguments: argparse.Namespace, config: RunConfig) -> None:
         if getattr(arguments, flag) and (config.lora is None or (flag == "base_model" and arguments.merge)):
             raise UserError(f"--{flag}: has an effect only on {'adapters' if config.lora else 'a run with lora'}")
     if arguments.verify:
-        from lmtrain.weights.compare_logits import require_torch
+        from lmtrain.weights.compare_export import require_torch
 
         require_torch(is_adapter)
         if is_adapter and (arguments.base_model or hf_ref(config)) is None:

@@ -96,7 +96,7 @@ def _train_parser() -> Parser:
 def _extend(arguments: argparse.Namespace) -> None:
     if not arguments.special_tokens and arguments.chat_template is None:
         raise UserError("lmtrain tokenizer extend: --special_tokens or --chat_template is required")
-    check_output(arguments.output, "bpe")
+    check_output(arguments.output, None)
     start_console_log()
 
     from lmtrain.hf.extend_tokenizer import extend_tokenizer

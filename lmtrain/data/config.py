@@ -23,8 +23,8 @@ class SourceConfig(Section):
     train_urls: list[str] | None = identity(
         None,
         description="Training files (.jsonl .json .txt .parquet .arrow, plain or .gz .zst .bz2 .xz): paths and URLs "
-        "with braces ({1..8}) and globs (*), read in this order; with format tokens also .bin and .npy, and folders of "
-        "token caches",
+        "with braces ({1..8}) and globs (*), read in this order; with format tokens also .bin, .ds and .npy, and "
+        "folders of token caches",
     )
     validation_urls: list[str] | None = identity(None, description="Validation files, in the same form as train_urls")
     id: str | None = identity(None, min_length=1, description="Hugging Face dataset: a hub id or a local folder")

@@ -23,9 +23,10 @@ from lmtrain.hf.chat_template import (
 )
 from lmtrain.hf.find_tokenizer import PASSTHROUGH, open_tokenizer
 from lmtrain.hf.special_tokens import SETTINGS_FILE, read_declared, read_settings
-from lmtrain.hf.tokenizer import Tokenizer, save_tokenizer
+from lmtrain.hf.tokenizer import MODEL_FILE, Tokenizer, save_tokenizer
 from lmtrain.runtime.errors import UserError
 from lmtrain.runtime.logging import log
+from lmtrain.runtime.storage import read_bytes, write_bytes
 
 # Chat templates that come with lmtrain, in the folder `templates`; both mark what the assistant writes.
 TEMPLATES = ("chatml", "llama3")
@@ -36,7 +37,8 @@ _KEPT = ("unk_token", "sep_token", "pad_token", "cls_token", "mask_token", "mode
 
 @dataclass(frozen=True, kw_only=True)
 class ExtendedTokenizer:
-    """A tokenizer to save: `new` are the ids of tokens that the base does not have. `eos` None: the base has none."""
+    """A tokenizer to save: `new` are the ids of tokens that the base does not have. `eos` None: the base has none.
+    `model` is the sentencepiece model of the base, whose ids stay the same."""
 
     backend: "tokenizers.Tokenizer"
     new: Mapping[str, int]
@@ -44,6 +46,7 @@ class ExtendedTokenizer:
     bos: str | None
     templates: Mapping[str, str]
     settings: Mapping[str, str]
+    model: bytes | None
 
     def save(self, output: str, overwrite: bool) -> bool:
         """Write the folder `output`. Returns False if it holds another tokenizer and `overwrite` is not set.
@@ -64,6 +67,12 @@ class ExtendedTokenizer:
         return True
 
     def _write(self, folder: str) -> None:
+        os.makedirs(folder, exist_ok=True)
+        model = os.path.join(folder, MODEL_FILE)
+        if self.model is not None:
+            write_bytes(model, self.model)
+        elif os.path.exists(model):
+            os.remove(model)
         save_tokenizer(self.backend, folder, self.eos, self.bos, templates=self.templates, others=self.settings)
 
 
@@ -108,7 +117,11 @@ def extend_tokenizer(name: str, special_tokens: Sequence[str], template: str | N
         templates |= {DEFAULT_TEMPLATE: chat.text}
     settings = read_settings(folder) | named
     kept = {kind: settings[kind] for kind in _KEPT if settings.get(kind) is not None}
-    return ExtendedTokenizer(backend=backend, new=new, eos=eos, bos=bos, templates=templates, settings=kept)
+    path = os.path.join(folder, MODEL_FILE)
+    model = read_bytes(path) if os.path.isfile(path) else None
+    return ExtendedTokenizer(
+        backend=backend, new=new, eos=eos, bos=bos, templates=templates, settings=kept, model=model
+    )
 
 
 def _differs(folder: str, other: str) -> bool:

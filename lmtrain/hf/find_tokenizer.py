@@ -31,14 +31,23 @@ from lmtrain.hf.special_tokens import (
     read_declared,
     read_settings,
 )
-from lmtrain.hf.tokenizer import TOKENIZER_FILES, Tokenizer, load_tokenizer, save_tokenizer, similar_folder
+from lmtrain.hf.tokenizer import (
+    MODEL_FILE,
+    TOKENIZER_FILES,
+    Tokenizer,
+    load_tokenizer,
+    save_tokenizer,
+    similar_folder,
+)
 from lmtrain.runtime.errors import UserError
 from lmtrain.runtime.remote import remote_errors
-from lmtrain.runtime.storage import UNUSED_SECONDS, read_bytes, remove_temporaries
+from lmtrain.runtime.storage import UNUSED_SECONDS, read_bytes, remove_temporaries, write_bytes
 from lmtrain.runtime.text import require_utf8_name
 
 PASSTHROUGH = "passthrough"
 
+# Before a change of what the folders hold, this is another number.
+_VERSION = 4
 _PAIR = ("vocab.json", "merges.txt")
 _GPT2_END = "<|endoftext|>"
 _HUB_ID = re.compile(r"(?:[\w.-]+/)?[\w.-]+(?:@[\w./-]+)?")
@@ -245,9 +254,17 @@ def _from_hub(name: str) -> str:
     def convert(folder: str) -> None:
         prepare_hub()
         from transformers import AutoTokenizer
+        from transformers.utils.hub import cached_file
 
         try:
             tokenizer = AutoTokenizer.from_pretrained(repository, revision=revision or None, trust_remote_code=False)
+            model = cached_file(
+                repository,
+                MODEL_FILE,
+                revision=revision or None,
+                _raise_exceptions_for_missing_entries=False,
+                _raise_exceptions_for_connection_errors=False,
+            )
         except (OSError, ValueError) as error:
             reason = str(error).splitlines()[0]
             raise UserError(
@@ -257,6 +274,8 @@ def _from_hub(name: str) -> str:
             ) from None
         if not tokenizer.is_fast:
             raise UserError(f"tokenizer {name!r}: no fast tokenizer available; slow tokenizers are not supported")
+        if model is not None:
+            shutil.copyfile(model, os.path.join(folder, MODEL_FILE))
         written, named = tokenizer.chat_template, tokenizer.special_tokens_map
         save_tokenizer(
             tokenizer.backend_tokenizer,
@@ -269,7 +288,7 @@ def _from_hub(name: str) -> str:
         )
 
     file_name = re.sub(r"[^\w.-]", "--", name)
-    return _once(f"hub-3-{file_name}", convert)
+    return _once(f"hub-{_VERSION}-{file_name}", convert)
 
 
 def _from_sentencepiece(name: str, folder: str | None = None) -> str:
@@ -286,6 +305,7 @@ def _from_sentencepiece(name: str, folder: str | None = None) -> str:
         from lmtrain.hf.sentencepiece import convert_sentencepiece
 
         backend, eos, bos = convert_sentencepiece(content, name)
+        write_bytes(os.path.join(into, MODEL_FILE), content)
         if folder is None:
             save_tokenizer(backend, into, eos=eos, bos=bos, special_text=False)
             return
@@ -294,7 +314,7 @@ def _from_sentencepiece(name: str, folder: str | None = None) -> str:
         _save_declared(backend, into, settings, declared, eos, bos, templates, special_text=False)
 
     parts = [repr(sorted(part.items())).encode() for part in (settings, templates) if part]
-    return _once(f"sentencepiece-3-{_digest(content, *parts, *side_files)}", convert)
+    return _once(f"sentencepiece-{_VERSION}-{_digest(content, *parts, *side_files)}", convert)
 
 
 def _join(folder: str, file: str) -> str:

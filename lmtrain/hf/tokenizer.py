@@ -19,6 +19,7 @@ from lmtrain.hf.special_tokens import (
     add_declared,
     read_declared,
     read_settings,
+    token_text,
 )
 from lmtrain.runtime.errors import UserError, counted, suggest_name
 from lmtrain.runtime.logging import log
@@ -29,8 +30,15 @@ if TYPE_CHECKING:
     import tokenizers
 
 
+# The model of sentencepiece from which a tokenizer.json was made, which llama.cpp and others read.
+MODEL_FILE = "tokenizer.model"
 # The files that make up a tokenizer folder; an export copies those that exist.
-TOKENIZER_FILES = ("tokenizer.json", SETTINGS_FILE, SPECIAL_TOKENS_FILE, ADDED_TOKENS_FILE, "chat_template.jinja")
+TOKENIZER_FILES = (
+    *("tokenizer.json", SETTINGS_FILE, SPECIAL_TOKENS_FILE, ADDED_TOKENS_FILE, "chat_template.jinja"),
+    MODEL_FILE,
+)
+# Texts by whose ids tokenizers are compared.
+COMPARED = ("Some text, 1234 more.\n\n\tx  = y;", " a", "\u00e9\u6771\u4eac \U0001f642 \ufb01", "a")
 # Each id is a row of a model's embeddings; the library takes minutes to list the gaps between very large ones.
 _MAX_VOCABULARY = 2**24
 # Added tokens that are named in the log.
@@ -215,6 +223,52 @@ def save_tokenizer(
     with library_errors(f"{temporary}: cannot be written"):
         backend.save(temporary)
     os.replace(temporary, os.path.join(folder, "tokenizer.json"))  # last: its presence means complete
+
+
+def with_model_file(files: Mapping[str, bytes], tokenizer: Tokenizer) -> dict[str, bytes]:
+    """The files of a tokenizer's folder that has a `tokenizer.model`, made complete for programs that read only that:
+    its tokens that the model lacks are listed, and whether a text gets a BOS token. Without the model if it gives other
+    ids."""
+    backend = tokenizer.parsing_backend
+    added = backend.get_added_tokens_decoder()
+    try:
+        pieces = _model_pieces(files[MODEL_FILE], backend, added)
+    except ValueError as error:
+        log.warning(f"tokenizer {tokenizer.path}: an export leaves out its {MODEL_FILE}, since {error}")
+        return {name: content for name, content in files.items() if name != MODEL_FILE}
+    settings = json.loads(files.get(SETTINGS_FILE, b"{}"))
+    if "added_tokens_decoder" not in settings:  # next to it, transformers reads no other file with tokens
+        declared = read_declared(tokenizer.path)
+        extra = [token_text(token) for token in declared.extra]
+        settings |= {**declared.texts, **({"extra_special_tokens": extra} if extra else {})}
+    flags = ("content", "lstrip", "normalized", "rstrip", "single_word", "special")
+    settings["added_tokens_decoder"] = {
+        str(number): {name: getattr(token, name) for name in flags} for number, token in sorted(added.items())
+    }
+    before, after = tokenizer.added_ids
+    for name, ids in (("add_bos_token", before), ("add_eos_token", after)):
+        settings.setdefault(name, bool(ids))
+    further = {token.content: number for number, token in sorted(added.items()) if token.content not in pieces}
+    return {**files, SETTINGS_FILE: to_json(settings), ADDED_TOKENS_FILE: to_json(further)}
+
+
+def _model_pieces(content: bytes, backend: "tokenizers.Tokenizer", added: Mapping[int, Any]) -> set[str]:
+    """The pieces of a sentencepiece model. Raises `ValueError` unless it gives the ids of the tokenizer, but for tokens
+    that were added."""
+    from sentencepiece import SentencePieceProcessor
+
+    try:
+        model = SentencePieceProcessor(model_proto=content)
+    except RuntimeError:
+        raise ValueError("it is no model of sentencepiece") from None
+    pieces = [model.id_to_piece(number) for number in range(model.get_piece_size())]
+    for number, piece in enumerate(pieces):
+        if piece != (ours := backend.id_to_token(number)) and number not in added:
+            raise ValueError(f"its piece {number} is {piece!r}, and {ours!r} in tokenizer.json")
+    for text in COMPARED:
+        if (theirs := model.encode(text)) != (ids := backend.encode(text, add_special_tokens=False).ids):
+            raise ValueError(f"{text!r} has the ids {theirs}, and {ids} by tokenizer.json")
+    return set(pieces)
 
 
 def to_json(settings: Mapping[str, Any]) -> bytes:

@@ -21,6 +21,7 @@ from lmtrain.preprocess.records import (
     Record,
     RecordReader,
     Texts,
+    TokenizedText,
     is_conversation,
     read_document,
 )
@@ -49,13 +50,16 @@ def _advise_on_text(keys: Collection[str]) -> str:
     return "set --text_key to the key"
 
 
-def not_read(keys: Sequence[str]) -> str:
-    """The warning about keys of records that are not read."""
+def not_read(keys: Sequence[str], of_tokens: bool) -> str:
+    """The warning about keys of records, or of rows of token ids, that are not read."""
     listed = ", ".join(map(repr, keys[:_KEYS_SHOWN])) + (", ..." if len(keys) > _KEYS_SHOWN else "")
-    return (
-        f"keys that are not read, so that nothing of them is learned: {listed}; write what belongs to a prompt or a "
-        "reply into its text, and name the other ones in data.format.ignored_fields"
+    advice = (
+        "name one that says which tokens are targets labels or loss_mask"
+        if of_tokens
+        else "write what belongs to a prompt or a reply into its text, and name the other ones in "
+        "data.format.ignored_fields"
     )
+    return f"keys that are not read, so that nothing of them is learned: {listed}; {advice}"
 
 
 class DocumentReader:
@@ -78,6 +82,7 @@ class DocumentReader:
         self._equal: list[int] = []  # numbers of records
         self._repeated: list[int] = []
         self._passed_over: dict[str, None] = {}  # keys, in the order in which they were found
+        self._of_tokens = False
         self._source = source
         self._reader = reader
         self._skip_bad = skip_bad
@@ -118,7 +123,7 @@ class DocumentReader:
             try:
                 document = read_document(self._reader, record)
                 self._read += 1
-                if isinstance(document, InstructionText | AnswerPair):
+                if isinstance(document, InstructionText | AnswerPair | TokenizedText):
                     self._notice(number, record, document)
                 yield number, document
             except EqualAnswersError:
@@ -144,13 +149,16 @@ class DocumentReader:
                 "from the answers, or, of preferences, the key of the prompt"
             )
 
-    def _notice(self, number: int, record: Any, document: InstructionText | AnswerPair) -> None:
-        if document.repeats_prompt:
-            self._repeated.append(number)
+    def _notice(self, number: int, record: Any, document: InstructionText | AnswerPair | TokenizedText) -> None:
         for name, value in record.items():
             is_new = name not in self._passed_over and value not in (None, "", [], {})
             if is_new and self._reader.passes_over(name, value):
                 self._passed_over[name] = None
+        self._of_tokens = isinstance(document, TokenizedText)
+        if isinstance(document, TokenizedText):
+            return
+        if document.repeats_prompt:
+            self._repeated.append(number)
         for name in document.passed_over:
             self._passed_over[f"{name} of messages"] = None
 
@@ -176,7 +184,8 @@ class DocumentReader:
             for numbers, text in noticed
             if numbers
         ]
-        return found + ([f"{self._source.label}: {not_read(self.passed_over)}"] if self._passed_over else [])
+        more = not_read(self.passed_over, self._of_tokens) if self._passed_over else ""
+        return found + ([f"{self._source.label}: {more}"] if more else [])
 
     def _records_of_file(self) -> Iterator[Record]:
         assert isinstance(self._source, Source)

@@ -2,6 +2,7 @@
 
 import json
 import re
+import unicodedata
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +26,7 @@ from lmtrain.preprocess.record_keys import (
     FUNCTIONS,
     SYSTEM,
     TOOLS,
+    is_blank,
     is_context,
     is_reply,
     is_unread,
@@ -53,6 +55,8 @@ _OWN_KEYS, _OLD_CALLS = ("role", "content", "tool_calls", "name", "tool_call_id"
 _TWICE = re.compile(r"<(?P<tag>\w+)>\s*<(?P=tag)>")
 # Keys of tool calls that are read, or that change nothing.
 _OF_CALLS = ("id", "type", "index", "function", "name", "arguments")
+# Characters before a prompt that an answer repeats after the text of a template.
+_PREAMBLE = 1000
 # A shorter question, such as "Hello", may well start its answer.
 _WORDS_OF_QUESTION = 4
 
@@ -151,7 +155,9 @@ class Rendering:
             spans: tuple[Span, ...] = ((0, len(self.text)),)
         elif not self._marked:
             wanted = turns[-1:] if loss_on == "last" else turns
-            return tuple(self._turn(number) for number in wanted if self._marks[number] is not False)
+            spans = tuple(self._turn(number) for number in wanted if self._marks[number] is not False)
+            self._refuse_others("".join(self.text[start:end] for start, end in spans))
+            return spans
         elif loss_on == "last" and len(turns) > 1:
             spans = self._marked_from(turns[-1])
         else:
@@ -159,7 +165,22 @@ class Rendering:
         for number, mark in enumerate(self._marks):
             if mark is False:
                 spans = _outside(spans, self._message(number))
+        if loss_on != "all":
+            self._refuse_others("".join(self.text[start:end] for start, end in spans))
         return spans
+
+    def _refuse_others(self, targets: str) -> None:
+        """Raise `BadRecordError` if the template writes other messages into the parts that are learned."""
+        replies = [message for message in self._messages if message["role"] == ASSISTANT]
+        own = "\n".join(text for message in replies for text in _strings(message))
+        for number, message in enumerate(self._messages, start=1):
+            text = str(message.get("content") or "").strip()
+            is_long = message["role"] != ASSISTANT and len(text.split()) >= _WORDS_OF_QUESTION
+            if is_long and text in targets and text not in own:
+                raise BadRecordError(
+                    f"message {number} (role {message['role']}) would be learned as a reply, since the chat template "
+                    "writes it there; use another template, or data.format.loss_on: all"
+                )
 
     def _message(self, number: int) -> Span:
         """The part of the text that the template writes for message `number` (from 0), with its header."""
@@ -268,8 +289,10 @@ class Completions:
         refuse_others(record, (*keys, *SYSTEM, TOOLS, FUNCTIONS, *CONTEXT))
         refuse_context(record, keys, (prompt,), (completion,))
         refuse_others_of(conversations_of(record), CONVERSATIONS, keys, (prompt, completion))
-        if not completion:
+        if is_blank(completion):
             raise BadRecordError(f"{self.output_field!r} is empty")
+        if all(text.lstrip().startswith('["') and isinstance(parsed_json(text), list) for text in (prompt, completion)):
+            raise BadRecordError(f"{keys[0]!r} and {keys[1]!r} are JSON lists of texts; write them as texts")
         before = prompt + self.separate_with
         return InstructionText(
             text=before + completion,
@@ -282,10 +305,12 @@ class Completions:
 
 def repeats(answer: str, prompt: str) -> bool:
     """Whether an answer starts with the words of the prompt, perhaps after the name of a role, such as Human."""
-    words = prompt.strip()
-    before, found, after = answer.partition(words) if words else ("", "", "")
+    words = " ".join(unicodedata.normalize("NFC", prompt).split())
+    text = " ".join(unicodedata.normalize("NFC", answer[: 4 * len(prompt) + _PREAMBLE]).split())
+    before, found, after = text.partition(words) if words else ("", "", "")
     is_cut = words[-1:].isalnum() and after[:1].isalnum()
-    return bool(found) and not is_cut and is_markup(before)
+    is_whole = len(words.split()) >= 2 * _WORDS_OF_QUESTION and before.endswith((": ", "] ", "> "))
+    return bool(found) and not is_cut and (is_markup(before) or is_whole)
 
 
 def _are_written(messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, text: str) -> bool:
@@ -301,11 +326,12 @@ def _are_written(messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | N
         for name, value in others:
             if name in (TOOLS, FUNCTIONS):
                 listed = parsed_json(value)
-                described = [_function(tool) for tool in listed] if isinstance(listed, list) else []
-                needed = [str(tool.get("name", "")) for tool in described]
+                described = [_function(tool) for tool in listed] if isinstance(listed, list) else [{}]
+                names = [str(tool.get("name", "")) for tool in described]
+                needed = names if all(names) else list(_strings(value))
             else:
                 is_needed = name == _OLD_CALLS or is_context(name, value)
-                needed = [part.strip() for part in _strings(value)] if is_needed else []
+                needed = [part.strip() for part in _leaves(value)] if is_needed else []
             if not all(_is_written(part, text) for part in needed):
                 return False
         calls = [_function(call) for call in message.get("tool_calls") or []]
@@ -409,9 +435,8 @@ def _leaves(value: Any) -> list[str]:
 
 def _reasoning(message: Mapping[str, Any]) -> list[str]:
     """The texts of a message that the model thinks before its reply."""
-    if message["role"] != ASSISTANT:
-        return []
-    before = str(message.get("content") or "").rpartition(END_OF_THINKING)[0].rpartition("<think>")[2]
+    content = str(message.get("content") or "") if message["role"] == ASSISTANT else ""
+    before = content.rpartition(END_OF_THINKING)[0].rpartition("<think>")[2]
     return [text.strip() for text in (before, *(part for name in REASONING for part in _strings(message.get(name))))]
 
 

@@ -3,12 +3,12 @@
 import os
 from collections.abc import Sequence
 
+from lmtrain.hf.tokenizer import MODEL_FILE
 from lmtrain.preprocess.documents import read_texts
 from lmtrain.preprocess.input_files import expand_urls
 from lmtrain.runtime.errors import UserError
 from lmtrain.runtime.storage import is_url, write_atomically
 
-MODEL_FILE = "tokenizer.model"
 _JSON = "tokenizer.json"
 
 # Maximum number of lines to train a sentencepiece model on. More hardly change the vocabulary and need more memory.
@@ -82,8 +82,8 @@ def existing(output: str) -> bytes | None:
     return None
 
 
-def check_output(output: str, kind: str) -> None:
-    """Raise `UserError` if `output` cannot be written; called before any text is read."""
+def check_output(output: str, kind: str | None) -> None:
+    """Raise `UserError` if `output` cannot be written; called before any text is read. `kind` None: an extended one."""
     path = os.path.expanduser(output)
     if is_url(output):
         raise UserError(f"--output {output}: URLs are not supported; set a local path")
@@ -91,7 +91,7 @@ def check_output(output: str, kind: str) -> None:
         raise UserError(f"--output {output}: a .model file holds a tokenizer of --kind sentencepiece")
     if os.path.isdir(path) if is_model_file(output) else os.path.isfile(path):
         raise UserError(f"--output {output}: exists and is a {'folder' if os.path.isdir(path) else 'file'}")
-    if kind != "sentencepiece" and os.path.exists(os.path.join(path, MODEL_FILE)):
+    if kind == "bpe" and os.path.exists(os.path.join(path, MODEL_FILE)):
         raise UserError(f"--output {output}: the folder holds a sentencepiece tokenizer; choose another folder")
     parent = os.path.abspath(os.path.dirname(path) if is_model_file(output) else path)
     while not os.path.lexists(parent):

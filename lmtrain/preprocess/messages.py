@@ -22,6 +22,7 @@ from lmtrain.preprocess.record_keys import (
     SYSTEM,
     TOOLS,
     VARIABLES,
+    is_blank,
     is_inside,
     is_reply,
     mark_of,
@@ -65,6 +66,12 @@ _MARKUP |= {"response", "system", "user"}
 _TAG, _WORD = re.compile(r"<[^<>]*>|\[/?[A-Z]+\]|#+"), re.compile(r"\w+")
 # Messages as text of Python, such as pandas writes into CSV.
 _REPR = re.compile(r"\s*\[?\s*\{'(role|from|content|value)'")
+# Parts of a content as JSON text.
+_PARTS_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*["'](type|text|image_url)["']\s*:""")
+# Where a content starts to think; some models have other tags.
+_THINKING = re.compile(r"</?(think|thinking|reasoning)>|<\|?/?begin_of_thought\|?>")
+# A shorter text may well stand in another one.
+_WORDS_OF_INPUT = 4
 # Keys of a part of a content that are read.
 _OF_PARTS = ("type", "text", *MARKS)
 # Other names of roles.
@@ -146,7 +153,7 @@ def read_conversation(record: Mapping[str, Any], messages_field: str, ignored: C
     Raises `BadRecordError` if it cannot be read, or has a key that changes what should be learned and is not supported.
     """
     record = without(record, ignored)
-    key = find_key([name for name, value in record.items() if value is not None], messages_field)
+    key = find_key([name for name, value in record.items() if value not in (None, [])] or record, messages_field)
     read = {key, *CONTEXT, *SYSTEM, TOOLS, FUNCTIONS, VARIABLES}
     refuse_others(record, read)
     own: tuple[str, ...] = (key, _PROMPT) if key != _PROMPT else (_PROMPT, _COMPLETION)
@@ -165,12 +172,20 @@ def read_conversation(record: Mapping[str, Any], messages_field: str, ignored: C
     found = Conversation(
         messages=found.messages, marks=found.marks, tools=tools_of(record), variables=variables_of(record)
     )
-    if found.tools and any("<tools>" in text for text in asked):
+    if found.tools and any("<tools>" in text or _names_all(text, found.tools) for text in asked):
         raise BadRecordError(
-            f"the messages have <tools> already, and the record has others; keep one of them, or add {TOOLS!r} to "
-            "data.format.ignored_fields"
+            f"the messages have tools, and the record has some under {TOOLS!r}, so that both would be written; keep "
+            f"one of them, or add {TOOLS!r} to data.format.ignored_fields"
         )
     return found.with_system(system_text(record))
+
+
+def _names_all(text: str, calls: Collection[Any]) -> bool:
+    """Whether a text has all of these tools, or calls of them, as JSON, Python or in a tag."""
+    functions = [call.get("function", call) for call in calls]
+    names = [re.escape(str(function.get("name", ""))) for function in functions if isinstance(function, Mapping)]
+    ways = r"""["'=]{0}["'>]|(?<!\w){0}\(\s*[^)\s]|Action:\s*{0}(?!\w)"""
+    return any(names) and all(re.search(ways.replace("{0}", name), text) for name in names if name)
 
 
 def texts_by_role(messages: Collection[Mapping[str, Any]]) -> tuple[list[str], list[str]]:
@@ -183,11 +198,12 @@ def as_messages(value: Any) -> Any:
     """A value that may be messages: a single one becomes a list of one, and JSON text of messages is parsed."""
     if isinstance(value, str) and _REPR.match(value):
         raise BadRecordError("messages as Python writes them, in single quotes, are not read; write them as JSON")
-    if isinstance(value, str) and value.lstrip().startswith("[{"):
+    if isinstance(value, str) and value.lstrip().startswith(("[{", '{"role"', '{"from"')):
         try:
             found = parsed(value, "")
         except BadRecordError:
             return value  # a text
+        found = [found] if isinstance(found, dict) else found
         is_list = isinstance(found, list) and all(
             isinstance(part, dict) and {"role", "from"} & part.keys() for part in found
         )
@@ -219,17 +235,10 @@ def check_messages(listed: Any, key: str, ignored: Collection[str] = ()) -> Conv
         if not isinstance(message, dict):
             raise BadRecordError(f"message {number} is {type(message).__name__}, not a map with role and content")
         message = dict(without(message, ignored))
+        content = message.get("content", message.get("value"))
+        is_empty = content in (None, []) or (isinstance(content, str) and is_blank(content))
         is_system = message.get("role", message.get("from")) in _SYSTEM_ROLES
-        if (
-            is_system
-            and message.keys() & {"content", "value"}
-            and message.get("content", message.get("value"))
-            in (
-                "",
-                None,
-                [],
-            )
-        ):
+        if is_empty and is_system and message.keys() & {"content", "value"}:
             continue  # as a record without a system text
         has_old_calls |= bool(message.get("function_call"))
         marks.append(mark_of(message, place))
@@ -246,7 +255,10 @@ def check_prompt(prompt: Any, messages: list[dict[str, Any]], key: str) -> None:
     contents = [str(message.get("content", "")).strip() for message in messages]
     rest = str(prompt or "") if isinstance(prompt, str) else ""
     asked = [text.strip() for text in texts_by_role(messages)[0]]
-    if isinstance(prompt, list):
+    prompt = [prompt] if isinstance(prompt, dict) else prompt
+    if not isinstance(prompt, str) and not are_messages(prompt):
+        missing = not is_inside(prompt, asked)
+    elif isinstance(prompt, list):
         inside = [message.get("content", message.get("value")) for message in prompt if isinstance(message, dict)]
         missing = any(str(content or "").strip() not in (*contents, "") for content in inside)
     elif missing := bool(rest.strip()) and not is_inside(rest, asked):  # or a text that was made of the messages
@@ -284,7 +296,9 @@ def _check_turns(messages: list[dict[str, Any]]) -> None:
 
 def _from_alpaca(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     texts = {name: checked_text(record.get(name) or "", name) for name in _ALPACA}
-    asked = "\n\n".join(text for text in (texts[_INSTRUCTION], texts[_INPUT]) if text)
+    instruction, own = texts[_INSTRUCTION], texts[_INPUT]
+    is_repeated = len(own.split()) >= _WORDS_OF_INPUT and is_inside(own, (instruction,))
+    asked = "\n\n".join(text for text in (instruction, "" if is_repeated else own) if not is_blank(text))
     return [{"role": "user", "content": asked}, {"role": ASSISTANT, "content": texts[_OUTPUT]}]
 
 
@@ -293,6 +307,8 @@ def _from_completion(record: Mapping[str, Any], ignored: Collection[str]) -> Con
     prompt, completion = (as_messages(record[name]) for name in (_PROMPT, _COMPLETION))
     if isinstance(prompt, list) and isinstance(completion, str):
         completion = [{"role": ASSISTANT, "content": completion}]
+    if isinstance(prompt, str) and isinstance(completion, list):
+        prompt = [{"role": "user", "content": prompt}]
     if not isinstance(prompt, list) or not isinstance(completion, list):
         raise BadRecordError(f"{_PROMPT!r} and {_COMPLETION!r} are not messages; set {READ_COMPLETIONS}")
     asked = check_messages(prompt, _PROMPT, ignored)
@@ -334,7 +350,8 @@ def repeated_in(asked: list[dict[str, Any]], answers: list[list[dict[str, Any]]]
 
 def spoken(message: dict[str, Any]) -> tuple[Any, ...]:
     """What two messages must have in common to be the same."""
-    return message["role"], str(message.get("content") or "").strip(), message.get("tool_calls")
+    thoughts = tuple(str(message[name]).strip() for name in REASONING if message.get(name))
+    return message["role"], str(message.get("content") or "").strip(), message.get("tool_calls"), thoughts
 
 
 def _checked(message: dict[str, Any], number: int) -> dict[str, Any]:
@@ -370,19 +387,23 @@ def _checked(message: dict[str, Any], number: int) -> dict[str, Any]:
         raise BadRecordError(
             f"message {number}: content is {type(kept['content']).__name__}, not text or a list of text parts"
         )
+    elif _PARTS_AS_TEXT.match(kept.get("content", "")):
+        raise BadRecordError(f"message {number}: content is a list of parts as JSON text; write the list itself")
     if "content" not in message and not kept.get("tool_calls"):
         raise BadRecordError(f"message {number} has no content (it has {listed_keys(kept)})")
-    if END_OF_THINKING in str(kept.get("content")) and any(kept.get(name) for name in REASONING):
+    content, thoughts = str(kept.get("content") or ""), [str(kept[name]) for name in REASONING if kept.get(name)]
+    is_written = any(len(text.split()) >= _WORDS_OF_INPUT and is_inside(text, (content,)) for text in thoughts)
+    if thoughts and (is_written or _THINKING.search(content) or END_OF_THINKING in "".join(thoughts)):
         raise BadRecordError(
             f"message {number} has reasoning in 'content' and under another key, and both would be written; keep one "
             "of them, or add the key to data.format.ignored_fields"
         )
-    if kept.get("tool_calls") and "<tool_call>" in str(kept.get("content")):
+    if kept.get("tool_calls") and ("<tool_call>" in content or _names_all(content, kept["tool_calls"])):
         raise BadRecordError(
             f"message {number} has its calls in 'content' and in 'tool_calls', and both would be written; keep one of "
             "them, or add 'tool_calls' to data.format.ignored_fields"
         )
-    is_empty = not kept.get("content") and not kept.get("tool_calls")
+    is_empty = is_blank(content) and not kept.get("tool_calls")
     if is_empty and kept["role"] not in ("tool", "function"):
         others = [name for name in kept if name not in ("role", "content")]
         raise BadRecordError(
@@ -407,15 +428,19 @@ def _call(call: Any, place: str) -> Any:
         raise BadRecordError(f"{place}'tool_calls' has {type(call).__name__}, not maps with name and arguments")
     if isinstance(call.get("function"), dict):
         return {**call, "function": _call(call["function"], place)}
+    if "function" in call or not isinstance(call.get("name", ""), str):
+        raise BadRecordError(f"{place}'tool_calls' has a call whose function is no map with name and arguments")
     if other := [
         name for name in ("args", "parameters", "input", "custom") if name in call and "arguments" not in call
     ]:
         raise BadRecordError(f"{place}'tool_calls' has a call with {other[0]!r}; write it as 'arguments', a map")
-    if not isinstance(call.get("arguments"), str):
+    if "name" not in call:
         return call
-    arguments = parsed(call["arguments"], f"{place}arguments")
+    arguments = parsed(call.get("arguments"), f"{place}arguments")
+    if isinstance(arguments, list) and all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in arguments):
+        arguments = dict(arguments)  # a map of Arrow
     if not isinstance(arguments, dict | None):
-        raise BadRecordError(f"{place}'arguments' is {type(arguments).__name__} in JSON, not a map")
+        raise BadRecordError(f"{place}'arguments' is {type(arguments).__name__}, not a map")
     return {**call, "arguments": arguments or {}}
 
 

@@ -34,6 +34,7 @@ from lmtrain.preprocess.record_keys import (
     SYSTEM,
     TOOLS,
     VARIABLES,
+    is_blank,
     is_inside,
     is_unread,
     may_matter,
@@ -55,6 +56,8 @@ from lmtrain.preprocess.records import (
 )
 from lmtrain.runtime.errors import UserError
 
+# Where a turn starts in a text with several, as in hh-rlhf.
+_TURN = re.compile(r"\n\n(Human|Assistant|User|H|A):")
 # Keys that say which answer is better.
 _RANK = re.compile(
     r"winner|better|swapped|flipped|reversed|preference|preferred|verdict|(^|_)(tie|choice|vote|judge|rank)($|_)",
@@ -108,7 +111,7 @@ class Preferences:
             pair = self._read_messages(prompt, chosen, rejected, record)
         else:
             pair = self._read_texts(prompt, chosen, rejected, record)
-        if pair.chosen.text == pair.rejected.text:  # such as in what the template leaves out
+        if pair.chosen.text.strip() == pair.rejected.text.strip():  # such as in what the template leaves out
             raise EqualAnswersError
         return pair
 
@@ -126,7 +129,7 @@ class Preferences:
                 f"{self.prompt_field!r} and the answers are JSON lists of texts, one for each turn; write them as "
                 "messages"
             )
-        if empty := [key for key, text in zip(self._fields[1:], texts, strict=True) if not text]:
+        if empty := [key for key, text in zip(self._fields[1:], texts, strict=True) if is_blank(text)]:
             raise BadRecordError(f"{empty[0]!r} is empty")
         refuse_others(record, (*self._fields, *SYSTEM, TOOLS, FUNCTIONS, *CONTEXT))
         _refuse_ranks(record, self._fields)
@@ -221,11 +224,14 @@ def _refuse_ranks(record: Mapping[str, Any], read: Sequence[str]) -> None:
 def _common_text(chosen: str, rejected: str, needed: bool) -> str:
     """The prompt at the start of both texts, without a space at its end, which belongs to the answers."""
     prompt = chosen[: _common(chosen, rejected)].removesuffix(" ")
-    if prompt or not needed:
-        return prompt
-    raise BadRecordError(
-        "the answers have no prompt in common at their start; write it under its key, data.format.prompt_field"
-    )
+    rests = [text[len(prompt) :] for text in (chosen, rejected)]
+    if (needed and not prompt) or any(map(_TURN.search, rests)):
+        raise BadRecordError(
+            "the answers have no prompt in common at their start; write it under its key, data.format.prompt_field"
+        )
+    if any(text.endswith(":") and other.startswith(text) for text, other in ((chosen, rejected), (rejected, chosen))):
+        raise BadRecordError("one of the answers is empty")
+    return prompt
 
 
 def _common(chosen: Sequence[Any], rejected: Sequence[Any]) -> int:

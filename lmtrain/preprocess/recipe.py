@@ -19,7 +19,7 @@ from lmtrain.runtime.logging import log
 from lmtrain.runtime.redact import redact
 
 # Number of the rules by which conversations and pairs become texts and targets. Caches of other rules have others.
-_CHAT_RULES = 3
+_CHAT_RULES = 4
 
 
 def recipe_of(

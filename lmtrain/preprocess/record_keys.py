@@ -64,24 +64,13 @@ _OF_MESSAGES = {"target", "include", "included"}
 _RESTRICTING = {"only", "on", "no", "not", "without", "first", "last", "turns", "rounds", "indices", "dont"}
 _RESTRICTING |= {"disable", "disabled"}
 _PLACES = {"url", "path", "link"}
+_INVISIBLE = " \t\r\n\f\v\u00a0\u200b\u200c\u200d\u2060\ufeff"
 _TRUTH = {"yes": 1, "true": 1, "1": 1, "no": 0, "false": 0, "0": 0}
+# Values of keys such as reasoning and reasoning_effort that say how to answer.
+_SWITCHES = ("on", "off", "none", "minimal", "low", "medium", "high")
 # Words of names that mean something else: train_id, language_label; context_length, of texts only.
-_OTHERS = {
-    "id",
-    "ids",
-    "formatting",
-    "index",
-    "split",
-    "set",
-    "size",
-    "name",
-    "source",
-    "language",
-    "lang",
-    "time",
-    "date",
-    "step",
-}
+_OTHERS = {"id", "ids", "in", "used", "num", "formatting", "index", "split", "set"}
+_OTHERS |= {"size", "name", "source", "language", "lang", "time", "date", "step"}
 _DETAILS = {"type", "category", "topic", "level", "score", "count", "num", "length", "hash", "author", "version"}
 _DETAILS |= {"fingerprint", "model", "title", "difficulty", "quality", "rating", "tag", "tags", "domain", "status"}
 _DETAILS |= {"tokens", "token", "seed", "format", "operating", *_OTHERS}
@@ -166,6 +155,12 @@ def refuse_context(
         if name not in read and value not in (None, "", [], {}) and is_context(name, value)
         if not is_inside(value, replies if set(_words(name)) & _REPLIED else asked)
     ]
+    switches = [name for name in lost if str(record[name]).lower() in _SWITCHES]
+    if switches:
+        raise BadRecordError(
+            f"{switches[0]!r} is not read: put it under chat_template_kwargs, for the template, or add it to "
+            "data.format.ignored_fields"
+        )
     if lost:
         what, them = ("are not read, and are", "them") if len(lost) > 1 else ("is not read, and is", "it")
         raise BadRecordError(
@@ -185,15 +180,23 @@ def refuse_others_of(record: Mapping[str, Any], names: Sequence[str], read: Coll
             )
 
 
+def is_blank(text: str) -> bool:
+    """Whether a text has nothing that can be seen."""
+    return not text.strip(_INVISIBLE)
+
+
 def is_inside(value: Any, texts: Sequence[str]) -> bool:
     """Whether all texts in a value are parts of one of the `texts`."""
     if isinstance(value, str):
-        return any(_has(text, value.strip()) for text in texts)
+        words = " ".join(value.split())
+        return any(_has(text, value.strip()) or _has(" ".join(text.split()), words) for text in texts)
     if isinstance(value, int | float) and not isinstance(value, bool):
         return any(re.search(rf"(?<!\w){re.escape(str(value))}(?!\w)", text) for text in texts)
     if isinstance(value, Mapping):
         return all(is_inside(part, texts) for name, part in value.items() if name not in ("role", "from", "type"))
-    return not isinstance(value, list | tuple) or all(is_inside(part, texts) for part in value)
+    if isinstance(value, list | tuple):
+        return all(is_inside(part, texts) for part in value)
+    return value is None or isinstance(value, bool) or is_inside(str(value), texts)  # such as a date of Arrow
 
 
 def _has(text: str, part: str) -> bool:

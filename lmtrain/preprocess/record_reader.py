@@ -1,5 +1,6 @@
 """Which reader the records of a source have, whether they have targets, and the reader of records with token ids."""
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -44,7 +45,11 @@ _BORDERS = (
     *("cu_seqlens", "cu_seq_lens", "cu_seq_lens_q", "cu_seq_lens_k"),
 )
 _WEIGHTS = ("weight", "weights", "loss_weight", "loss_weights", "sample_weight", "token_weights")
-_PROMPTS = ("prompt_length", "prompt_len", "source_length", "source_len", "num_prompt_tokens")
+# Names of the number of tokens of a prompt, such as prompt_length, n_prompt_tokens, response_start.
+_PROMPT = re.compile(
+    r"(prompt|source|context|instruction|input|response|completion|answer)s?_(tokens?_)?"
+    r"(len|length|lens|lengths|size|start|starts|end|tokens|offset)$"
+)
 _INPUTS = ("decoder_input_ids", "pixel_values", "input_values", "input_features")
 # Of each token, but not of what is learned.
 _NO_EFFECT = ("special_tokens_mask", "offset_mapping", "word_ids")
@@ -63,10 +68,10 @@ class TokenRows:
         return self.input_ids_field
 
     def reads(self, key: str) -> bool:
-        return self.reads_all or key in self._columns
+        return self.reads_all or key in self._columns or bool(_PROMPT.search(key))
 
     def passes_over(self, key: str, value: Any = None) -> bool:
-        return False
+        return key not in (*self._columns, *_NO_EFFECT) and not _PROMPT.search(key)
 
     @property
     def reads_all(self) -> bool:
@@ -75,7 +80,7 @@ class TokenRows:
 
     @property
     def _columns(self) -> tuple[str, ...]:
-        checked = (_POSITIONS, *_PARTS, *_BORDERS, *_WEIGHTS, *_PROMPTS, *_INPUTS)
+        checked = (_POSITIONS, *_PARTS, *_BORDERS, *_WEIGHTS, *_INPUTS)
         return self.input_ids_field, _LABELS, _PADDING, *_MASKS, *checked
 
     def check_keys(self, keys: Collection[str]) -> None:
@@ -122,8 +127,8 @@ class TokenRows:
         for name in _WEIGHTS:
             if name in given and not _is_all_one(record[name]):
                 raise BadRecordError(f"{name!r} has weights other than 1, which are not supported; remove it")
-        for name in _PROMPTS:
-            if name in given and record[name] and not has_masks:
+        for name in given if not has_masks else ():
+            if _PROMPT.search(name) and record[name]:
                 raise BadRecordError(
                     f"{name!r} says which tokens are a prompt, but nothing that they are no targets; add labels or a "
                     "loss_mask, or remove it"

@@ -2,7 +2,7 @@
 
 .bin with an .idx next to it   Megatron-LM's IndexedDataset; datatrove writes it, too
 .bin with a header             llm.c and modded-nanogpt; an EOS token begins each document
-.bin without one               nanoGPT: ids only; an EOS token ends each document
+.bin without one, .ds          nanoGPT, datatrove: ids only; an EOS token ends each document
 .npy                           OLMo: ids only, or an array as numpy saves it
 a folder with a manifest.json  a token cache of lmtrain
 """
@@ -30,7 +30,7 @@ from lmtrain.runtime.redact import redact
 from lmtrain.runtime.remote import without_query
 from lmtrain.runtime.storage import file_size, is_url, read_range
 
-EXTENSIONS = (".bin", ".npy")
+EXTENSIONS = (".bin", ".ds", ".npy")
 
 # Types of `TokensFormat`.
 _DTYPES = {"uint16": "<u2", "uint32": "<u4"}

@@ -17,11 +17,10 @@ import ml_dtypes
 import numpy as np
 
 from lmtrain.hf.chat_template import ChatTemplate, end_of_turn, tokenizer_contents
-from lmtrain.hf.find_tokenizer import open_in_transformers
 from lmtrain.hf.key_map import Piece
 from lmtrain.hf.safetensors_file import header_of, read_header, read_tensor, write_tensor
-from lmtrain.hf.special_tokens import PLAIN_CLASSES, SETTINGS_FILE
-from lmtrain.hf.tokenizer import Tokenizer, to_json
+from lmtrain.hf.special_tokens import SETTINGS_FILE
+from lmtrain.hf.tokenizer import MODEL_FILE, Tokenizer, to_json, with_model_file
 from lmtrain.lora.model import AdaptedModel
 from lmtrain.lora.peft import to_adapter_config
 from lmtrain.lora.sites import list_sites
@@ -34,6 +33,7 @@ from lmtrain.runtime.errors import UserError
 from lmtrain.runtime.logging import log
 from lmtrain.runtime.remote import open_fs, remote_errors
 from lmtrain.runtime.storage import delete_folder, is_url, join, read_reliably, write_bytes, write_json
+from lmtrain.weights.compare_export import different_ids
 from lmtrain.weights.export_folder import (
     ADAPTER_CONFIG,
     ADAPTER_MARKS,
@@ -52,10 +52,17 @@ DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat
 
 _SHARD_BYTES = 5_000_000_000
 _INDEX = "model.safetensors.index.json"
-# Texts by whose ids tokenizers are compared.
-_PROBES = ("Some text, 1234 more.\n\n\tx  = y;", " a", "\u00e9\u6771\u4eac \U0001f642 \ufb01", "a")
 # The model_max_length that transformers writes for an unknown length.
 _UNKNOWN_LENGTH = int(1e30)
+# A class for exports whose type of model has another one in transformers.
+_OWN_CLASS = b'''"""The general class, so that transformers uses the rules of tokenizer.json."""
+
+from transformers import PreTrainedTokenizerFast
+
+
+class ExportedTokenizer(PreTrainedTokenizerFast):
+    pass
+'''
 
 
 def write_export(output: str, export: "Export", tensors: Iterable[np.ndarray], shard_bytes: int = _SHARD_BYTES) -> None:
@@ -134,50 +141,43 @@ def _token_ids(export: "Export", name: str) -> list[int]:
 
 
 def _tokenizer_files(export: "Export") -> dict[str, bytes]:
-    """Files of the tokenizer's folder; none for passthrough. Next to them transformers gives the ids of training."""
-    files = tokenizer_contents(os.path.expanduser(export.tokenizer.path), export.chat_template)
+    """Files of the tokenizer's folder; none for passthrough. Next to them transformers gives the ids of training.
+
+    Many classes of transformers write rules of their own over those of tokenizer.json. So the class is the general one
+    if the folder's gives other ids; and next to a type of model that has its class whatever the settings say (Qwen2 in
+    transformers 5), one that comes with the folder: it keeps transformers from the other, and is used only where remote
+    code is trusted.
+    """
+    tokenizer = export.tokenizer
+    files = tokenizer_contents(os.path.expanduser(tokenizer.path), export.chat_template)
     if not files:
         return files
+    if MODEL_FILE in files:
+        files = with_model_file(files, tokenizer)
     settings = json.loads(files[SETTINGS_FILE]) if SETTINGS_FILE in files else {}
     known = settings.get("model_max_length")
     is_known = isinstance(known, int | float) and known < _UNKNOWN_LENGTH
     if export.seq_len is not None and not is_known:
         settings["model_max_length"] = export.seq_len
-    if "tokenizer_class" not in settings or _differs_in_transformers(
-        export, {**files, SETTINGS_FILE: to_json(settings)}
-    ):
-        settings["tokenizer_class"] = "PreTrainedTokenizerFast"
-    files[SETTINGS_FILE] = to_json(settings)
-    return files
-
-
-def _differs_in_transformers(export: "Export", files: Mapping[str, bytes]) -> bool:
-    """Whether the tokenizer's class in transformers has other rules than its tokenizer.json, as some classes write
-    their own over them. Logs it."""
-    name = json.loads(files[SETTINGS_FILE])["tokenizer_class"]
-    if not isinstance(name, str) or name.removesuffix("Fast") in PLAIN_CLASSES:
-        return False
-    backend = export.tokenizer.parsing_backend
-    special = [token.content for token in backend.get_added_tokens_decoder().values() if token.special]
-    texts = [*_PROBES, *(f"{token}{text}" for token in special[:3] for text in _PROBES)]
-    with tempfile.TemporaryDirectory() as folder:
-        kind = {} if export.is_adapter else {MODEL_CONFIG: to_json({"model_type": export.config["model_type"]})}
-        for file, content in {**files, **kind}.items():
-            write_bytes(join(folder, file), content)
-        try:
-            theirs = open_in_transformers(folder)
-            ids = [theirs.encode(text, add_special_tokens=False, split_special_tokens=False) for text in texts]
-        except Exception as error:  # the class may be unknown, or need other files
-            log.warning(f"tokenizer_config.json of the export: {name} is replaced by the general class: {error}")
-            return True
-    ours = [backend.encode(text, add_special_tokens=False).ids for text in texts]
-    if ids != ours:
-        text = next(text for text, a, b in zip(texts, ids, ours, strict=True) if a != b)
-        log.warning(
-            f"tokenizer_config.json of the export: {name} is replaced by the general class, since transformers gives "
-            f"other ids with it than tokenizer.json, such as for {text!r}"
-        )
-    return ids != ours
+    general = {**settings, "tokenizer_class": "PreTrainedTokenizerFast"}
+    own = {**general, "auto_map": {"AutoTokenizer": [None, "exported_tokenizer.ExportedTokenizer"]}}
+    forms = [{SETTINGS_FILE: to_json(general)}, {SETTINGS_FILE: to_json(own), "exported_tokenizer.py": _OWN_CLASS}]
+    if "tokenizer_class" in settings:
+        forms.insert(0, {SETTINGS_FILE: to_json(settings)})
+    kind = {} if export.is_adapter else {MODEL_CONFIG: to_json({"model_type": export.config["model_type"]})}
+    problems: list[str] = []
+    for form in forms:
+        with tempfile.TemporaryDirectory() as folder:
+            for name, content in {**files, **form, **kind}.items():
+                write_bytes(join(folder, name), content)
+            problem = different_ids(folder, tokenizer)
+        if problem is None:
+            if problems:
+                log.warning(f"tokenizer_config.json of the export: another class than the tokenizer's: {problems[0]}")
+            return {**files, **form}
+        problems.append(problem)
+    log.warning(f"the tokenizer of the export is not that of training in transformers: {problems[0]}")
+    return {**files, **forms[0]}
 
 
 def choose_shards(sizes: Sequence[int], max_bytes: int) -> list[list[int]]:

@@ -1,6 +1,8 @@
 """Records as people have them: nothing that changes what should be learned is passed over without a word."""
 
 import json
+from datetime import date
+from decimal import Decimal
 
 import pyarrow
 import pytest
@@ -50,6 +52,10 @@ def reply(text, **more):
     return {"role": "assistant", "content": text, **more}
 
 
+def reply_of_tool(text):
+    return {"role": "tool", "content": text}
+
+
 def system(text):
     return {"role": "system", "content": text}
 
@@ -79,6 +85,13 @@ THREAD = [user("q"), reply("mid"), user("r")]
         (PAIR, {"prompt": "", "chosen": "yes", "rejected": "no"}, "yes", ["yes", "no"]),
         (PAIR, {"prompt": [user("q")], "chosen": "g", "rejected": "b"}, "q", ["g", "b"]),
         (CHAT, {"prompt": [user("q")], "completion": "a"}, "q", ["a"]),
+        (CHAT, {"prompt": "q", "completion": [reply("a")]}, "q", ["a"]),
+        (CHAT, {"prompt": "q", "completion": '{"role": "assistant", "content": "a"}'}, "q", ["a"]),
+        (CHAT, {"messages": [], "conversations": [user("q"), reply("a")]}, "q", ["a"]),
+        (CHAT, {"messages": [system(" \n"), user("q"), reply("a")]}, "q", ["a"]),
+        (CHAT, {"instruction": "Say what it is: q", "input": "Say what it is: q", "output": "a"}, "Say what", ["a"]),
+        (CHAT, {"messages": [user("q"), reply("a")], "in_gsm8k_train": False}, "q", ["a"]),
+        (QA, {"prompt": "Paris is  the\ncity. Q ", "context": "Paris is the city.", "completion": "a"}, "city", ["a"]),
         (CHAT, {"messages": [{"role": "Human", "content": "q"}, {"from": "model", "value": "a"}]}, "q", ["a"]),
     ],
 )  # fmt: skip
@@ -111,6 +124,26 @@ def test_a_prompt_is_read_once_however_often_it_is_written(read, format, record,
         (CHAT, {"messages": [user("q"), reply("<tool_call>{}</tool_call>", tool_calls=[CALL])]}, "'tool_calls'"),
         (CHAT, {"messages": [user("q"), reply("a")], "functions": [0, 1]}, "'functions'"),
         (PAIR, {"prompt": [system("s")], "chosen": [user("q"), reply("g")], "rejected": [user("r"), reply("b")]}, "u"),
+        *((CHAT, {"messages": [user("q"), reply(text, tool_calls=[CALL])]}, "'tool_calls'") for text in (
+            '[{"name": "f", "arguments": {}}]', "<function=f>{}</function>", "[f(a=1)]", "Action: f\nInput: {}")),
+        *((CHAT, {"messages": [user("q"), reply(None, tool_calls=[call])]}, "arguments") for call in (
+            CALL | {"arguments": 5}, {"function": CALL | {"arguments": ["a"]}}, {"function": "f"})),
+        (CHAT, {"messages": [system('Use {"name": "f"}'), user("q"), reply("a")], "tools": [{"name": "f"}]}, "'tools'"),
+        *((CHAT, {"messages": [user("q"), reply("a")], "prompt": value}, "'prompt'") for value in (
+            ["In French.", "q"], user("In French."), {"text": "In French."}, 3)),
+        *((CHAT, {"messages": [user("q"), reply(text, reasoning_content="I think so, yes")]}, "reasoning") for text in (
+            "I think so, yes\n\na", "<thinking>x</thinking>a", "<think>x\na")),
+        (CHAT, {"messages": [user("q"), reply("a", reasoning_content="R</think>")]}, "reasoning"),
+        (CHAT, {"messages": [user("q"), reply("a")], "reasoning": "off"}, "chat_template_kwargs"),
+        *((CHAT, {"messages": messages}, "empty") for messages in (
+            [user("q"), reply(" \n")], [user("q"), reply("\u200b")], [user("  "), reply("a")])),
+        (QA, {"prompt": "p", "completion": " \n"}, "'completion'"),
+        (CHAT, {"messages": [user('[{"type": "text", "text": "q"}]'), reply("a")]}, "JSON"),
+        *((QA, {"prompt": asked, "completion": f"{before}{asked}\nNo."}, "twice") for asked, before in (
+            ("what is\r\nit now?", ""), ("what is it, and how long has it been so?", "This is a task.\n### Task: "))),
+        *((PAIR, {"chosen": f"\n\nHuman: {a}\n\nAssistant: Me.", "rejected": f"\n\nHuman: {b}\n\nAssistant:{c}"}, "an")
+          for a, b, c in (("Who is it?", "Why?", " You."), ("Who?", "Who?", ""))),
+        (PAIR, {"prompt": "p", "chosen": "r", "rejected": "r\n"}, "equal"),
         *((CHAT, {"messages": THREAD, name: value}, f"'{name}'") for name, value in (
             ("Response", "x"), ("ideal", ["x"]), ("message", reply("x")), ("chosen", {"from": "gpt", "value": "x"}))),
         *((QA, {"prompt": "p", "completion": "c", name: "old"}, f"'{name}'") for name in (
@@ -144,6 +177,48 @@ def test_keys_that_are_not_read_are_named_in_one_warning_unless_they_are_ignored
     [warning] = read(CHAT, {"messages": messages, **others})[1]
     assert all(f"'{key} of messages'" in warning for key in OF_MESSAGES)
     assert all(f"'{key}'" in warning for key in others)
+
+
+def test_values_of_other_types_are_not_passed_over(read):
+    for more in ({"input": date(2020, 1, 1)}, {"context": b"A passage."}, {"choices": [Decimal(3)]}):
+        with pytest.raises(UserError, match=f"'{next(iter(more))}'"):
+            read(CHAT, {"messages": [user("q"), reply("a")], **more}, name="a.parquet")
+        [(document, _)], _ = read(CHAT, {"messages": [user("q", **more), reply("a")]}, name="a.parquet")
+        assert not document.is_written
+    for more in ({"reasoning": "It is big."}, {"tools": "f(a: int)"}):
+        [(document, _)], _ = read(CHAT, {"messages": [user("q", **more), reply("a")]})
+        assert not (document.is_written and document.has_reasoning)
+
+
+def test_arguments_of_arrow_are_a_map(read):
+    calls = [{"name": "f", "arguments": [["a", "1"]]}, {"name": "g"}]
+    template = "{% for m in messages %}{{ m.tool_calls | default('') }}{{ m.content }}{% endfor %}"
+    chat = {"messages": [user("q"), reply(None, tool_calls=calls), reply_of_tool("b")]}
+    [(document, _)], _ = read(CHAT | {"chat_template": template, "loss_on": "all"}, chat)
+    assert "'arguments': {'a': '1'}" in document.text
+    assert "'g', 'arguments': {}" in document.text
+
+
+def test_answers_may_differ_in_their_reasoning_alone(read, tmp_path):
+    (tmp_path / "thinks.jinja").write_text(
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + (m.reasoning_content or '') + m.content }}"
+        "<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    answers = {name: [user("q"), reply("r", reasoning_content=name)] for name in ("chosen", "rejected")}
+    found, _ = read(PAIR | {"chat_template": str(tmp_path / "thinks.jinja")}, answers)
+    assert [text for _, text in found] == ["chosenr<|im_end|>", "rejectedr<|im_end|>"]
+
+
+def test_a_message_that_the_template_writes_as_a_reply_is_an_error(read, tmp_path):
+    (tmp_path / "gemma.jinja").write_text(
+        "{% set s = messages[0].content if messages[0].role == 'system' else '' %}"
+        "{% for m in messages if m.role != 'system' %}<|im_start|>{{ m.role + '\n' }}"
+        "{{ (s + '\n') if loop.first and s }}{{ m.content }}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    chat = {"messages": [system("Be as brief as possible."), reply("Hello."), user("q"), reply("a")]}
+    with pytest.raises(UserError, match="message 1 "):
+        read(CHAT | {"chat_template": str(tmp_path / "gemma.jinja")}, chat)
 
 
 def test_a_call_as_a_message_is_a_call(read):

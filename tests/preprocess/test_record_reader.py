@@ -8,9 +8,11 @@ from token_files import EOS, documents
 from token_windows import SEQ_LEN, assert_same, config, expected, rows, windows
 
 from lmtrain.data.config import DataConfig
+from lmtrain.preprocess.documents import DocumentReader
 from lmtrain.preprocess.record_reader import TokenRows
 from lmtrain.preprocess.records import BadRecordError, Texts, TokenIds, read_document
 from lmtrain.preprocess.show import first_documents
+from lmtrain.preprocess.sources import describe_source
 from lmtrain.preprocess.split_cache import find_cache
 from lmtrain.runtime.errors import UserError
 
@@ -113,7 +115,10 @@ REFUSED = {
         ({"loss_mask": [1, 1, 0.5, 1]}, "'loss_mask' has 0.5"),
         ({"attention_mask": [1, 1, 2, 2]}, "'attention_mask' has 2.*write a row for each"),
         ({"position_ids": [0, 1, 0, 1]}, "'position_ids'.*a row for each"),
-        ({"prompt_length": 2}, "'prompt_length'.*add labels or a loss_mask"),
+        *(
+            ({name: 2}, f"'{name}'.*labels")
+            for name in ("prompt_length", "n_prompt_tokens", "response_start")
+        ),
     ],
 )
 def test_what_cannot_be_honoured_is_refused(more, message):
@@ -125,6 +130,13 @@ def test_what_cannot_be_honoured_is_refused(more, message):
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+def test_keys_of_rows_that_are_not_read_are_named(folder):
+    (folder / "rows.jsonl").write_text(json.dumps({"input_ids": IDS, "attention_mask": [1] * 4, "train": False}) + "\n")
+    reader = DocumentReader(describe_source("rows.jsonl"), READER)
+    assert len(list(reader)) == 1
+    assert ["'train'" in warning and "mask'" not in warning for warning in reader.warnings] == [True]
 
 
 @pytest.mark.parametrize("name", ["rows.parquet", "rows.arrow", "stream.arrow", "rows.jsonl"])

@@ -9,27 +9,34 @@ import numpy as np
 import pytest
 import tokenizers
 from chat_tokenizer import MARKED, write_chat_tokenizer
-from conftest import TOKENIZER
+from conftest import CORPUS, TOKENIZER
 from safetensors.numpy import load_file
+from sentencepiece import SentencePieceProcessor
 from transformers import AutoTokenizer
 
 import lmtrain
 from lmtrain.hf.chat_template import ChatTemplate
+from lmtrain.hf.extend_tokenizer import extend_tokenizer
 from lmtrain.hf.key_map import Piece, Row
+from lmtrain.hf.sentencepiece import train_sentencepiece
 from lmtrain.hf.tokenizer import load_tokenizer
+from lmtrain.runtime.errors import UserError
 from lmtrain.runtime.storage import list_names, read_bytes
 from lmtrain.weights import write_export as module
+from lmtrain.weights.compare_export import check_ids
 from lmtrain.weights.write_export import Export, write_export
 
 TENSORS = {"a": np.arange(6, dtype=np.float32).reshape(2, 3) / 7, "b": np.ones(3, np.float32)}
 CONFIG = {"model_type": "gpt2"}
 
 
-def write(folder, dtype: str = "float32", tokenizer=TOKENIZER, template=None, generation=None, **options) -> None:
+def write(
+    folder, dtype: str = "float32", tokenizer=TOKENIZER, template=None, generation=None, kind="gpt2", **options
+) -> None:
     pieces = [Piece(name=name, shape=tensor.shape, row=Row(name, name), index=None) for name, tensor in TENSORS.items()]
     export = Export(
         pieces=pieces,
-        config=CONFIG,
+        config={"model_type": kind},
         extra_files={"code.py": b"print()"},
         tokenizer=load_tokenizer(str(tokenizer)),
         dtype=dtype,
@@ -65,9 +72,17 @@ def test_the_tokenizer_gets_the_models_length_unless_it_has_one(tmp_path, given,
     assert settings["model_max_length"] == written
 
 
-@pytest.mark.parametrize("settings", [None, {"tokenizer_class": "LlamaTokenizer"}, {"tokenizer_class": "Unknown"}])
-def test_transformers_reads_the_tokenizer_of_an_export_with_the_same_ids(tmp_path, settings):
-    """Without a class, or with Llama's, it would replace rules of tokenizer.json by those of GPT-2 or Llama."""
+@pytest.mark.parametrize(
+    ("settings", "kind"),
+    [
+        (None, "gpt2"),
+        ({"tokenizer_class": "LlamaTokenizer"}, "gpt2"),
+        ({"tokenizer_class": "Unknown"}, "gpt2"),
+        ({"tokenizer_class": "PreTrainedTokenizerFast"}, "qwen2"),
+    ],
+)
+def test_transformers_reads_the_tokenizer_of_an_export_with_the_same_ids(tmp_path, settings, kind):
+    """Without a class, with Llama's, or next to a Qwen2, it would replace rules of tokenizer.json by other ones."""
     library = tokenizers.Tokenizer.from_file(str(TOKENIZER / "tokenizer.json"))
     library.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
         [tokenizers.pre_tokenizers.Digits(individual_digits=True), tokenizers.pre_tokenizers.ByteLevel(use_regex=False)]
@@ -77,11 +92,54 @@ def test_transformers_reads_the_tokenizer_of_an_export_with_the_same_ids(tmp_pat
     library.save(str(tmp_path / "tok" / "tokenizer.json"))
     if settings is not None:
         (tmp_path / "tok" / "tokenizer_config.json").write_text(json.dumps(settings))
+    write(tmp_path / "model", tokenizer=tmp_path / "tok", kind=kind)
+    ours = load_tokenizer(str(tmp_path / "tok"))
+    for trusted in (False, True):
+        theirs = AutoTokenizer.from_pretrained(tmp_path / "model", trust_remote_code=trusted)
+        for text in ("def f(x1234): return 12", " lead", "\ufb01n <|endoftext|>a"):
+            ids = ours.backend.encode(text, add_special_tokens=False).ids
+            assert theirs.encode(text, add_special_tokens=False) == ids
+        assert theirs.model_max_length == 128
+    check_ids(str(tmp_path / "model"), ours)
+    write(tmp_path / "model")  # replaces all of its files
+
+
+def test_a_tokenizer_that_differs_in_transformers_is_an_error_of_the_verification(tmp_path):
+    ours = load_tokenizer(str(TOKENIZER))
+    write(tmp_path / "model")
+    with pytest.raises(UserError, match="Some text, 1234"):
+        check_ids(str(tmp_path / "model"), load_tokenizer(str(write_chat_tokenizer(tmp_path / "other"))))
+    check_ids(str(tmp_path / "model"), ours)
+
+
+@pytest.mark.parametrize("kind", ["bpe", "unigram"])
+def test_a_sentencepiece_model_travels_with_the_tokens_that_were_added_to_it(tmp_path, kind):
+    """As llama.cpp reads it: pieces by their number, then added_tokens.json, then added_tokens_decoder."""
+    texts = [line["text"] for line in map(json.loads, (CORPUS / "validation.jsonl").read_text().splitlines())]
+    (tmp_path / "spm.model").write_bytes(train_sentencepiece(texts, 330, kind, 1000))
+    extended = extend_tokenizer(str(tmp_path / "spm.model"), ["<|tool|>"], "chatml")
+    assert extended.save(str(tmp_path / "tok"), overwrite=False)
     write(tmp_path / "model", tokenizer=tmp_path / "tok")
-    theirs, ours = AutoTokenizer.from_pretrained(tmp_path / "model"), load_tokenizer(str(tmp_path / "tok"))
-    for text in ("def f(x1234): return 12", " lead", "\ufb01n <|endoftext|>a"):
-        assert theirs.encode(text, add_special_tokens=False) == ours.backend.encode(text, add_special_tokens=False).ids
-    assert theirs.model_max_length == 128
+    model = SentencePieceProcessor(model_file=str(tmp_path / "model" / "tokenizer.model"))
+    tokens = {number: model.id_to_piece(number) for number in range(model.get_piece_size())}
+    more = json.loads((tmp_path / "model" / "added_tokens.json").read_text())
+    assert more == {"<|tool|>": 330, "<|im_start|>": 331, "<|im_end|>": 332}
+    tokens |= {number: text for text, number in more.items()}
+    settings = json.loads((tmp_path / "model" / "tokenizer_config.json").read_text())
+    decoder = {int(number): token["content"] for number, token in settings["added_tokens_decoder"].items()}
+    ours = load_tokenizer(str(tmp_path / "tok"))
+    assert tokens == tokens | decoder == {number: ours.backend.id_to_token(number) for number in range(333)}
+    assert settings["add_bos_token"] is settings["add_eos_token"] is False
+    assert load_tokenizer(str(tmp_path / "model")).identity == ours.identity
+    check_ids(str(tmp_path / "model"), ours)
+
+
+def test_a_sentencepiece_model_with_other_ids_is_left_out(tmp_path, caplog):
+    shutil.copytree(TOKENIZER, tmp_path / "tok")
+    (tmp_path / "tok" / "tokenizer.model").write_bytes(b"IQ== 0\nIg== 1\n")  # as Llama 3 has one
+    write(tmp_path / "model", tokenizer=tmp_path / "tok")
+    assert not (tmp_path / "model" / "tokenizer.model").exists()
+    assert "tokenizer.model" in caplog.text
 
 
 def generation_of(folder):

@@ -86,6 +86,7 @@ def trunk_to_hf(config: Gpt2Settings, vocab_size: int, eos_id: int | None, bos_i
     return {
         "vocab_size": vocab_size,
         **to_hf(_SETTINGS, config),
+        "n_ctx": config.seq_len,  # transformers has forgotten it, other programs have not
         "n_inner": config.mlp_dim,
         "scale_attn_weights": True,
         "eos_token_id": eos_id,

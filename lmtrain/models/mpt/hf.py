@@ -87,7 +87,7 @@ def to_hf_config(config: MptConfig, vocab_size: int, eos_id: int | None, bos_id:
             raise UserError(f"model.{name}: {ours}: transformers' mpt always has {value}; cannot be exported")
     return {
         "model_type": "mpt",
-        "architectures": ["MptForCausalLM"],
+        "architectures": ["MPTForCausalLM"],  # as on the hub; other programs know this name, transformers no name
         "vocab_size": vocab_size,
         **to_hf(_SETTINGS, config),
         "expansion_ratio": config.mlp_scale,

@@ -1,18 +1,29 @@
-"""Comparison of an export's logits in transformers with those of lmtrain. Requires torch."""
+"""Comparison of an export in transformers with lmtrain: ids of texts, and logits, which require torch."""
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 import numpy as np
 
+from lmtrain.hf.find_tokenizer import open_in_transformers
 from lmtrain.hf.safetensors_file import read_header
+from lmtrain.hf.tokenizer import COMPARED, Tokenizer
 from lmtrain.models.interface import LanguageModel
 from lmtrain.models.params import without_kernels
 from lmtrain.runtime.errors import UserError
 from lmtrain.sharding.mesh import Layout, MeshFunction
 
+# Texts by whose ids `--verify` compares, besides the few of each export.
+_MORE_TEXTS = (
+    "def f(x1):\n    return {'a': [1, 2.50]}  # it's\r\n",
+    "We've 12345678 things,   3 spaces, \ttabs; DON'T stop...",
+    "Gr\u00fc\u00dfe, \u0421\u043b\u043e\u0432\u043e, \u4e2d\u6587\u6587\u672c\u3002\u0627\u0644\u0639",
+    "e\u0301 \u1e9b\u0323 \u2460 \uff21 \u00a0\u200b\U0001f468\u200d\U0001f469",
+    " leading and trailing  ",
+    "",
+)
 # Number of sequences and positions to compare: enough to use every part of the model, and fast.
 _SEQUENCES, _POSITIONS = 2, 64
 
@@ -59,6 +70,31 @@ def compare_logits(
     if difference > limit * max(1.0, spread):
         raise UserError(f"{folder}: logits differ from transformers' by {difference:.2g}; please report it")
     return f"{folder}: logits agree with transformers' within {difference:.2g} (their spread is {spread:.2g})"
+
+
+def different_ids(folder: str, tokenizer: Tokenizer, texts: Iterable[str] = COMPARED) -> str | None:
+    """How the tokenizer of `folder` in transformers differs from that of training; None if it gives equal ids for the
+    texts, alone and after special tokens."""
+    backend = tokenizer.parsing_backend
+    special = [token.content for token in backend.get_added_tokens_decoder().values() if token.special]
+    tried = [*texts, *(f"{token}{text}" for token in special[:3] for text in texts)]
+    try:
+        theirs = open_in_transformers(folder)
+        name = type(theirs).__name__
+        ids = [theirs.encode(text, add_special_tokens=False, split_special_tokens=False) for text in tried]
+    except Exception as error:  # the class may be unknown, or need other files
+        return f"transformers cannot load it: {error}"
+    for text, numbers in zip(tried, ids, strict=True):
+        ours = backend.encode(text, add_special_tokens=False).ids
+        if ours != numbers:
+            return f"{name} of transformers gives other ids than tokenizer.json for {text!r}: {numbers}, not {ours}"
+    return None
+
+
+def check_ids(folder: str, tokenizer: Tokenizer) -> None:
+    """Raise `UserError` if transformers gives other ids for texts than training had, whatever the tokenizer."""
+    if tokenizer.library is not None and (problem := different_ids(folder, tokenizer, (*COMPARED, *_MORE_TEXTS))):
+        raise UserError(f"{folder}: {problem}; load it by PreTrainedTokenizerFast.from_pretrained there")
 
 
 def build_logits(model: LanguageModel, params: Any, layout: Layout) -> Callable[[Any], Any]:

@@ -9,7 +9,7 @@ from parity.variants import TOKENIZER, make
 from lmtrain.runtime.errors import UserError
 from lmtrain.sharding.config import PartitioningConfig
 from lmtrain.sharding.mesh import build_layout
-from lmtrain.weights.compare_logits import build_logits, compare_logits, require_torch
+from lmtrain.weights.compare_export import build_logits, compare_logits, require_torch
 from lmtrain.weights.load_checkpoint import gather_tensors
 from lmtrain.weights.write_export import build_export, write_export
 
