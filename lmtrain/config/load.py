@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from lmtrain.config.describe import known_paths
-from lmtrain.config.spellings import ADVICE, OTHER_NAMES, SWITCHES, combine, without_settings_of_other_types
+from lmtrain.config.spellings import OTHER_NAMES, combine, other_names, without_settings_of_other_types
 from lmtrain.config.tree import ConfigTree, Origin, Path, dotted, lift
 from lmtrain.config.yaml_loader import include_value, load_file, parse_value, shipped_configs
 from lmtrain.runtime.errors import UserError, suggest_name
@@ -23,6 +23,7 @@ from lmtrain.runtime.text import require_utf8
 _EXPECTED = "Input should be "
 _SHOWN_CHARACTERS = 60
 _SHOWN_PROBLEMS = 20
+_SHOWN_NAMES = 3
 
 
 def describe_problems(model: type[BaseModel], tree: ConfigTree, error: ValidationError) -> tuple[int, list[str]]:
@@ -73,10 +74,13 @@ def _describe(model: type[BaseModel], tree: ConfigTree, path: Path, problems: li
     if kind == "extra_forbidden":
         if str(where) == f"--{name}":
             place = "--"
-        if path[-1] in ADVICE:
-            return f"{place}{name}: no such setting; {ADVICE[path[-1]]}"
+        if (advice := other_names("settings").get(str(path[-1]))) is not None:
+            return f"{place}{name}: no such setting; {advice}"
         if (of_kind := _kind_without(model, tree, path)) is not None:
             return f"{place}{name}: no such setting {of_kind}"
+        same = [known for known in known_paths(model, tree.data) if known.rpartition(".")[2] == path[-1]]
+        if same := list(dict.fromkeys(same)):
+            return f"{place}{name}: no such setting; did you mean {' or '.join(same[:_SHOWN_NAMES])}?"
         others = {other: right for other, right in OTHER_NAMES.items() if other.partition(".")[0] in model.model_fields}
         hint = suggest_name(name, [*known_paths(model, tree.data), *others])
         hint = others.get(hint or "", hint)
@@ -145,6 +149,9 @@ def _describe_type(tree: ConfigTree, path: Path, seen: Any, context: dict[str, s
     what = next(part for part in reversed(path) if isinstance(part, str))
     path = (*path, "type")
     hint = suggest_name(str(seen["type"]), known)
+    if (family := other_names("families").get(str(seen["type"]).lower())) in known:
+        advice = f"set type: {family}, with its sizes or, for weights of the hub, use_hf_model_config: true"
+        return f"{tree.origin_of(path)}: {dotted(path)}: {_as_written(seen['type'])} is a {family}: {advice}"
     advice = f"did you mean {hint!r}?" if hint else f"expected {_or(known)}"
     return f"{tree.origin_of(path)}: {dotted(path)}: no such {what} {_as_written(seen['type'])}; {advice}"
 
@@ -195,8 +202,8 @@ def split_overrides(argv: Sequence[str], own_flags: Sequence[str]) -> tuple[list
             continue
         if (own := f"--{name.removeprefix('--').replace('-', '_')}") in own_flags:
             raise UserError(f"{name}: no such flag; did you mean {own}?")
-        if (switch := name.removeprefix("--")) in SWITCHES:
-            raise UserError(f"{name}: no such setting; {SWITCHES[switch]}")
+        if (advice := other_names("switches").get(name.removeprefix("--"))) is not None:
+            raise UserError(f"{name}: no such setting; {advice}")
         if not equals:
             if position == len(argv) or argv[position].startswith("--"):
                 raise UserError(f"{name} needs a value, for example {name} VALUE")

@@ -30,6 +30,17 @@ class SourceConfig(Section):
     id: str | None = identity(None, min_length=1, description="Hugging Face dataset: a hub id or a local folder")
     name: str | None = identity(None, description="Configuration of the dataset `id`; null: its default configuration")
     stream: bool = identity(False, description="Read the dataset `id` as a stream instead of downloading it first")
+    split: str = identity("train", min_length=1, description="Split of the dataset `id` to train on")
+    validation_split: str = identity(
+        "validation", min_length=1, description="Split of the dataset `id` to evaluate on, if it has one"
+    )
+    validation_fraction: float | None = identity(
+        None,
+        gt=0,
+        lt=1,
+        description="Fraction of the training documents to hold out for validation, chosen by a hash of their text; "
+        "the training files are read once more for it",
+    )
     format: FormatConfig = identity(
         default_factory=TextFormat,
         description="What a record is: text, a conversation, a prompt and its completion, a pair of answers of which "
@@ -47,9 +58,15 @@ class SourceConfig(Section):
             raise field_error("id", "set together with train_urls or validation_urls; remove one of them")
         if isinstance(self.format, TokensFormat) and self.text_key != "text":
             raise field_error("text_key", "has no effect on token ids; set format.input_ids_field")
-        for setting in ("name", "stream"):
-            if getattr(self, setting) and self.id is None:
+        for setting in ("name", "stream", "split", "validation_split"):
+            if getattr(self, setting) != type(self).model_fields[setting].default and self.id is None:
                 raise field_error(setting, "applies to a Hugging Face dataset, but no id is set")
+        if self.validation_fraction is not None:
+            if self.validation_urls or "validation_split" in self.model_fields_set:
+                other = "validation_urls" if self.validation_urls else "validation_split"
+                raise field_error("validation_fraction", f"set together with {other}; remove one of them")
+            if not self.has_train:
+                raise field_error("validation_fraction", "is a part of the training text, of which there is none here")
         return self
 
     @property
@@ -235,7 +252,13 @@ class DataConfig(SourceConfig):
         if self.demo is not None:
             root = self.demo.rstrip("/")
             return [f"{root}/train.{{1..8}}-of-8.jsonl.gz" if split == "train" else f"{root}/validation.jsonl.gz"]
-        return list((self.train_urls if split == "train" else self.validation_urls) or [])
+        is_train = split == "train" or self.validation_fraction is not None
+        return list((self.train_urls if is_train else self.validation_urls) or [])
+
+    def dataset_split(self, split: str) -> str:
+        """Name that a split (`train` or `validation`) has in the dataset `id`."""
+        is_train = split == "train" or self.validation_fraction is not None
+        return self.split if is_train else self.validation_split
 
     def sources(self) -> dict[str, "DataConfig"]:
         """Each source as a separate config, by name; a config without `configs` is its only source, named ""."""

@@ -91,6 +91,7 @@ class CheckJob:
 
     source: AnySource
     config: DataConfig
+    split: str
     index: str | None
     template: ChatTemplate | None = None
 
@@ -157,7 +158,7 @@ class CheckJob:
                 position += width * len(placed.tokens)
                 yield placed.place, placed.tokens, int(position)
             return
-        reader = open_documents(self.source, self.config, tokenizer.vocab_size, self.template)
+        reader = open_documents(self.source, self.config, tokenizer.vocab_size, self.template, split=self.split)
         for number, document in reader:
             yield reader.place(number), document, reader.position
 
@@ -231,7 +232,13 @@ def check_texts(
         index_url = join(config.data.cache_dir, _INDEX)
         write_bytes(index_url, save_index(index))
     jobs = [
-        CheckJob(source=source, config=split.config, index=index_url, template=chat_template_of(split.config))
+        CheckJob(
+            source=source,
+            config=split.config,
+            split=split.split,
+            index=index_url,
+            template=chat_template_of(split.config),
+        )
         for split in splits
         for source in split.sources
     ]

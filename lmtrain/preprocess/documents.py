@@ -67,18 +67,24 @@ class DocumentReader:
 
     A record that cannot be read raises a `UserError` with its location. With `skip_bad` it is counted in `skipped`
     instead, and the first few are described in `bad_records`. A corrupt file is always an error. `max_document_bytes`
-    is the setting, from which the maximum size of a record follows.
+    is the setting, from which the maximum size of a record follows. Only documents to `keep` are given; `documents` is
+    the number of all of them.
 
     Pairs of equal answers are left out. It is an error, at the end, if all pairs are, or if most documents have an
     answer that starts with its prompt: then the prompt is in the answers, too, and would be learned.
     """
 
     def __init__(
-        self, source: AnySource, reader: RecordReader, skip_bad: bool = False, max_document_bytes: int | None = None
+        self,
+        source: AnySource,
+        reader: RecordReader,
+        skip_bad: bool = False,
+        max_document_bytes: int | None = None,
+        keep: Callable[[Document], bool] = lambda document: True,
     ):
         self.skipped = 0
         self.bad_records: list[str] = []
-        self._read = 0
+        self.documents = 0
         self._equal: list[int] = []  # numbers of records
         self._repeated: list[int] = []
         self._passed_over: dict[str, None] = {}  # keys, in the order in which they were found
@@ -86,6 +92,7 @@ class DocumentReader:
         self._source = source
         self._reader = reader
         self._skip_bad = skip_bad
+        self._keep = keep
         self._limit = RecordLimit(max_document_bytes)
         self._rows = DatasetRows(source) if isinstance(source, DatasetShard) else None
         self._raw: IO[Any] | None = None
@@ -122,10 +129,11 @@ class DocumentReader:
         for number, record in self._rows or self._records_of_file():
             try:
                 document = read_document(self._reader, record)
-                self._read += 1
+                self.documents += 1
                 if isinstance(document, InstructionText | AnswerPair | TokenizedText):
                     self._notice(number, record, document)
-                yield number, document
+                if self._keep(document):
+                    yield number, document
             except EqualAnswersError:
                 self._equal.append(number)
             except BadRecordError as error:
@@ -137,16 +145,16 @@ class DocumentReader:
                     self.bad_records.append(message)
             except UserError as error:  # of the template, not of the record: raised even if bad records are skipped
                 raise UserError(f"{self.place(number)}: {error}") from None
-        if self._equal and not self._read:
+        if self._equal and not self.documents:
             raise UserError(
                 f"{self.place(self._equal[0])}: both answers are equal, as in all {len(self._equal):,} pairs of this "
                 "source; no preference can be learned from them"
             )
-        if 2 * len(self._repeated) > self._read:
+        if 2 * len(self._repeated) > self.documents:
             raise UserError(
                 f"{self.place(self._repeated[0])}: the answer starts with the prompt, which would be written twice and "
-                f"learned, as in {len(self._repeated):,} of {self._read:,} records of this source; remove the prompt "
-                "from the answers, or, of preferences, the key of the prompt"
+                f"learned, as in {len(self._repeated):,} of {self.documents:,} records of this source; remove the "
+                "prompt from the answers, or, of preferences, the key of the prompt"
             )
 
     def _notice(self, number: int, record: Any, document: InstructionText | AnswerPair | TokenizedText) -> None:
@@ -177,7 +185,7 @@ class DocumentReader:
         """What was noticed about the records that have been read, with the first of them."""
         noticed = (
             (self._equal, "{} pairs of equal answers are left out"),
-            (self._repeated, f"{{}} of {self._read:,} answers start with their prompt"),
+            (self._repeated, f"{{}} of {self.documents:,} answers start with their prompt"),
         )
         found = [
             f"{self.place(numbers[0])}: {text.format(f'{len(numbers):,}')}; this is the first"

@@ -53,7 +53,10 @@ def list_dataset_shards(config: SourceConfig, split: str) -> list[DatasetShard]:
     splits = _load(config.id, config.name, config.stream)
     label = f"dataset {config.id}{f' {config.name}' if config.name else ''} {split}"
     if split not in splits:
-        raise UserError(f"{label}: split not found; the dataset has {', '.join(splits)}")
+        raise UserError(
+            f"{label}: split not found; set data.split or data.validation_split to one that the dataset has: "
+            f"{', '.join(splits)}"
+        )
     dataset = splits[split]
     if config.stream:
         count, size = dataset.num_shards, 0

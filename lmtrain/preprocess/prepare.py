@@ -69,7 +69,8 @@ def find_caches(
 def shared_text(caches: SplitCaches) -> list[str]:
     """Validation files that are also training files, under any name."""
     trained = {source["fingerprint"] for cache in caches.train.values() for source in cache.sources}
-    validation = (source for cache in caches.validation.values() for source in cache.sources)
+    apart = [cache for cache in caches.validation.values() if "validation_fraction" not in cache.recipe["documents"]]
+    validation = (source for cache in apart for source in cache.sources)
     return list(dict.fromkeys(source["url"] for source in validation if source["fingerprint"] in trained))
 
 

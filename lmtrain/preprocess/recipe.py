@@ -23,7 +23,11 @@ _CHAT_RULES = 4
 
 
 def recipe_of(
-    config: DataConfig, tokenizer: Tokenizer, template: ChatTemplate | None, labelled: bool = False
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    template: ChatTemplate | None,
+    labelled: bool = False,
+    split: str = "train",
 ) -> dict[str, Any]:
     """How documents become tokens: equal recipes give equal tokens. Has no secrets, and no setting without effect.
 
@@ -51,6 +55,8 @@ def recipe_of(
         documents["format"] = described | {"template": template.digest, "rules": _CHAT_RULES}
     if not isinstance(config.format, TextFormat | TokensFormat) and config.format.ignored_fields:
         documents["format"]["ignored_fields"] = config.format.ignored_fields
+    if config.validation_fraction is not None:
+        documents |= {"validation_fraction": config.validation_fraction, "split": split}
     return redact({"tokenizer": tokenizer.identity, "documents": documents})
 
 

@@ -15,10 +15,12 @@ from lmtrain.preprocess.preferences import Preferences
 from lmtrain.preprocess.records import (
     TOKEN_MARKS,
     BadRecordError,
+    Document,
     RecordReader,
     Texts,
     TokenIds,
     TokenizedText,
+    is_held_out,
     listed_keys,
 )
 from lmtrain.preprocess.sources import AnySource
@@ -254,12 +256,19 @@ def open_documents(
     vocab_size: int,
     template: ChatTemplate | None = None,
     labelled: bool | None = None,
+    split: str = "train",
 ) -> "DocumentReader":
-    """The documents of a source as its settings say; `template` and `labelled` are those of `record_reader`."""
+    """The documents of a split of a source as its settings say; `template` and `labelled` are those of
+    `record_reader`."""
     from lmtrain.preprocess.documents import DocumentReader  # which a finished cache does not need
 
     reader, skip_bad = record_reader(config, vocab_size, template, labelled), config.on_bad_record == "skip"
-    return DocumentReader(source, reader, skip_bad, config.max_document_bytes)
+    fraction = config.validation_fraction
+
+    def of_split(document: Document) -> bool:
+        return fraction is None or is_held_out(document, fraction) == (split == "validation")
+
+    return DocumentReader(source, reader, skip_bad, config.max_document_bytes, of_split)
 
 
 def has_labels(sources: Sequence[AnySource], config: DataConfig, vocab_size: int) -> bool:

@@ -1,5 +1,6 @@
 """Documents of records: where they are in a record of any file format, and what is wrong with a damaged one."""
 
+import hashlib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -193,6 +194,16 @@ def _without_nulls(value: Any) -> Any:
     if isinstance(value, list) and value and not isinstance(value[0], int | float | str):
         return list(map(_without_nulls, value))
     return value
+
+
+def is_held_out(document: Document, fraction: float) -> bool:
+    """Whether a document is one of the `fraction` that is held out for validation, by a hash of its text, of its ids,
+    or of the prompt of a pair of answers: equal ones are on the same side, in any file."""
+    texts = [document.prompt] if isinstance(document, AnswerPair) and document.prompt else texts_of(document)
+    ids = document.ids if isinstance(document, TokenizedText) else document
+    content = "\n".join(texts).encode() if texts else np.asarray(ids, "<i8").tobytes()
+    digest = hashlib.blake2b(content, digest_size=8).digest()
+    return int.from_bytes(digest, "little") < fraction * 2**64
 
 
 def texts_of(document: Document) -> list[str]:

@@ -116,7 +116,7 @@ def source_checksums(source: Source, complete: bool = True) -> dict[str, str]:
 def list_sources(config: DataConfig, split: str, tokenizer: Tokenizer) -> list[AnySource]:
     """Sources of a split in order. Raises `UserError` if any is missing or unavailable."""
     if config.id is not None:
-        return list(list_dataset_shards(config, split))
+        return list(list_dataset_shards(config, config.dataset_split(split)))
     written = config.urls(split)
     try:
         if masked := find_masked(written):
@@ -135,6 +135,12 @@ def list_sources(config: DataConfig, split: str, tokenizer: Tokenizer) -> list[A
     else:  # local files need no threads, each of which takes memory
         parts = list(map(describe, urls))
     sources = list(chain.from_iterable(parts))
+    in_place = [source for source in sources if isinstance(source, TokenSource)]
+    if config.validation_fraction is not None and in_place:
+        raise UserError(
+            f"data.validation_fraction: {in_place[0].label} is read in place, so none of it can be held out; set "
+            "validation_urls to another file"
+        )
     if isinstance(config.format, TokensFormat):
         warn_of_settings(config, sources)
     _warn_of_copies(sources)
@@ -178,14 +184,19 @@ def split_source(file: Source, part_bytes: int) -> list[Source]:
 def describe_urls(config: DataConfig, split: str) -> list[str]:
     """Sources of a split as written in the config, without secrets; stored in the manifest of a finished cache."""
     if config.id is not None:
-        return [f"dataset {config.id} {config.name or ''} {split}{' (stream)' if config.stream else ''}"]
+        name = config.dataset_split(split)
+        return [f"dataset {config.id} {config.name or ''} {name}{' (stream)' if config.stream else ''}"]
     return redact(config.urls(split))
 
 
 def has_text(config: DataConfig, split: str) -> bool:
     """Whether the config has text for a split. A dataset may lack `validation`."""
     if config.id is not None:
-        return split == "train" or split in dataset_splits(config)
+        return (
+            split == "train"
+            or "validation_split" in config.model_fields_set
+            or config.dataset_split(split) in dataset_splits(config)
+        )
     return bool(config.urls(split))
 
 

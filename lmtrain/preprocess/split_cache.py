@@ -111,6 +111,7 @@ class SplitCache(Cache):
                 path=join(self.folder, path),
                 config=config,
                 recipe=self.recipe,
+                split=self.split,
                 template=template,
                 dropped=which.get(number),
             )
@@ -235,7 +236,7 @@ def find_cache(config: DataConfig, split: str, is_read: bool = True, dropped: Dr
             template.check()
     dtype = token_dtype(tokenizer.vocab_size).str
     if finished is not None:
-        recipe = _with_dropped(recipe_of(config, tokenizer, template, has_targets(finished.recipe)), dropped)
+        recipe = _with_dropped(recipe_of(config, tokenizer, template, has_targets(finished.recipe), split), dropped)
         if dropped is None and "dropped" in finished.recipe:
             recipe["dropped"] = finished.recipe["dropped"]
             log.info(f"{folder}: without {_describe_dropped(finished)}")
@@ -252,7 +253,7 @@ def find_cache(config: DataConfig, split: str, is_read: bool = True, dropped: Dr
     for source in sources:
         if isinstance(source, TokenSource):
             source.check_index()
-    recipe = recipe_of(config, tokenizer, template, has_labels(sources, config, tokenizer.vocab_size))
+    recipe = recipe_of(config, tokenizer, template, has_labels(sources, config, tokenizer.vocab_size), split)
     cache = SplitCache(config, split, _with_dropped(recipe, dropped), dtype, sources, None, is_read, dropped)
     cache.find_finished()
     return cache

@@ -59,6 +59,7 @@ class ShardJob:
     path: str
     config: DataConfig
     recipe: dict[str, Any]
+    split: str = "train"
     template: ChatTemplate | None = None
     dropped: np.ndarray | None = field(default=None, compare=False)
 
@@ -91,7 +92,7 @@ def build_shard(job: ShardJob, report: Report = lambda *_: None) -> ShardInfo:
     split_long = tokenizer.library is not None and can_split(tokenizer.library)
     file = f"{job.path}.arrayrecord"
     labelled = has_targets(job.recipe)
-    reader = open_documents(job.source, job.config, tokenizer.vocab_size, job.template, labelled)
+    reader = open_documents(job.source, job.config, tokenizer.vocab_size, job.template, labelled, job.split)
     counts = dict.fromkeys(WARNINGS, 0)
     version = version_of(job.source)
     with _published(file) as temporary:
@@ -112,7 +113,7 @@ def build_shard(job: ShardJob, report: Report = lambda *_: None) -> ShardInfo:
                 counts = {name: count + getattr(batch, name) for name, count in counts.items()}
                 report(len(batch.lengths), len(batch.tokens), reader.position - position)
                 position = reader.position
-            _check_bad_share(reader, number, job)
+            _check_bad_share(reader, job)
             blocks.finish()
         checksums = source_checksums(job.source) if isinstance(job.source, Source) else {}
         if version_of(job.source) != version:
@@ -121,7 +122,7 @@ def build_shard(job: ShardJob, report: Report = lambda *_: None) -> ShardInfo:
             file=f"{job.name}.arrayrecord",
             source=as_recorded(job.source) | checksums,
             targets=blocks.targets,
-            warnings=_warnings(job, number + reader.skipped, counts, blocks.documents) + reader.warnings,
+            warnings=_warnings(job, reader.documents + reader.skipped, counts, blocks.documents) + reader.warnings,
             bytes=os.path.getsize(temporary),
             sha256=file_sha256(temporary),
             tokens=blocks.tokens,
@@ -144,11 +145,12 @@ def _warnings(job: ShardJob, records: int, counts: dict[str, int], documents: in
     return empty + [f"{label}: {warning.format(number)}" for warning, number in found.items()]
 
 
-def _check_bad_share(reader: DocumentReader, documents: int, job: ShardJob) -> None:
-    if reader.skipped > job.config.max_bad_fraction * (reader.skipped + documents):
+def _check_bad_share(reader: DocumentReader, job: ShardJob) -> None:
+    records = reader.skipped + reader.documents
+    if reader.skipped > job.config.max_bad_fraction * records:
         shown = "\n".join(f"  {record}" for record in reader.bad_records)
         raise UserError(
-            f"{job.source.label}: {counted(reader.skipped, 'bad record')} of {reader.skipped + documents:,}, more than "
+            f"{job.source.label}: {counted(reader.skipped, 'bad record')} of {records:,}, more than "
             f"data.max_bad_fraction {job.config.max_bad_fraction}; the first are\n{shown}"
         )
 

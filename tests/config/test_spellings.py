@@ -7,7 +7,8 @@ import yaml
 
 from lmtrain.config.describe import describe
 from lmtrain.config.load import load_config
-from lmtrain.config.spellings import ADVICE
+from lmtrain.config.spellings import other_names
+from lmtrain.models.llama.relatives import RELATIVES
 from lmtrain.run.config import RunConfig
 from lmtrain.runtime.errors import UserError
 
@@ -166,9 +167,43 @@ SETTINGS = {setting.name for group in describe(RunConfig) for setting in group.s
 
 
 def test_advice_names_existing_settings_for_a_name_that_does_not_exist():
-    assert not [setting for setting in SETTINGS if setting.rpartition(".")[2] in ADVICE]
-    named = re.findall(r"\b(?:data|model|trainer|optimizer)\.[a-z_.]*[a-z_]", " ".join(ADVICE.values()))
-    assert [name for name in named if name not in SETTINGS] == []
+    advice = other_names("settings")
+    assert not [setting for setting in SETTINGS if setting.rpartition(".")[2] in advice]
+    sections = "data|model|trainer|optimizer|lora|objective"
+    named = re.findall(
+        rf"\b(?:{sections})\.[a-z_0-9.]*[a-z_0-9]|\bhf_[a-z_]+|\binitialize_from_hf", " ".join(advice.values())
+    )
+    assert [name for name in named if name not in SETTINGS and not name.endswith(".type")] == []
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        ({"base_model": "acme/base"}, "initialize_from_hf"),
+        ({"micro_batch_size": 2}, "trainer.train_batch_size"),
+        ({"trainer": {"gradient_accumulation_steps": 8}}, "trainer.per_device_parallelism"),
+        ({"sequence_len": 2048}, "model.seq_len"),
+        ({"num_train_epochs": 3}, "epoch"),
+        ({"load_in_4bit": True}, "lora.base_quantization"),
+        ({"neftune_noise_alpha": 5}, "NEFTune"),
+        ({"datasets": [{"path": "acme/chats"}]}, "data.id"),
+        ({"val_set_size": 0.05}, "data.validation_fraction"),
+        ({"learning_rate": 2e-5}, "optimizer.learning_rate"),
+        ({"trainer": {"warmup": 10}}, "optimizer.warmup"),
+        ({"chat_template": "chatml"}, "data.format.chat_template"),
+        ({"model": {"type": "qwen3"}}, "type: llama"),
+    ],
+)
+def test_names_of_other_systems_lead_to_the_setting(tmp_path, written, expected):
+    path = tmp_path / "theirs.yaml"
+    path.write_text(yaml.safe_dump(written))
+    with pytest.raises(UserError, match=rf"theirs\.yaml:\d.*{re.escape(expected)}"):
+        load_config(RunConfig, str(path))
+
+
+def test_types_of_models_of_the_hub_lead_to_their_family():
+    families = other_names("families")
+    assert {name: "llama" for name in RELATIVES if name != "llama"}.items() <= families.items()
 
 
 def test_an_unknown_setting_gets_the_advice_with_its_place(tmp_path):

@@ -178,3 +178,47 @@ def test_validation_text_that_is_also_training_text_logs_a_warning(tmp_path, set
     found, logged = shared("other", "b", "copy")
     assert found == ["b.jsonl", "copy.jsonl"]
     assert f"{tmp_path}/b.jsonl, {tmp_path}/copy.jsonl: validation text is also training text" in logged
+
+
+@pytest.mark.parametrize("kind", ["files", "dataset"])
+def test_a_fraction_of_the_training_documents_is_held_out_by_their_text(tmp_path, settings, caplog, kind):
+    """Each document is in one of the splits, and a document that is there twice is in the same one."""
+    texts = [f"text {number % 150}" for number in range(200)]
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    where = {"train_urls": [f"{tmp_path}/data/train.jsonl"]} if kind == "files" else {"id": f"{tmp_path}/data"}
+    data = {"tokenizer": settings["data"]["tokenizer"], "cache_dir": str(tmp_path / "cache"), **where}
+    of_split = DataConfig(**data, validation_fraction=0.2)
+    find_caches(of_split)
+    assert "generalization" not in caplog.text
+    found = {}
+    for split in ("train", "validation"):
+        store, library = open_built(of_split, split), load_tokenizer(data["tokenizer"]).backend
+        ids = store.read(np.array([0]), build_cache(of_split, split).shards[0].tokens)[0][0]
+        found[split] = library.decode(ids.tolist(), skip_special_tokens=False).split("<|endoftext|>")[:-1]
+    assert sorted(found["train"] + found["validation"]) == sorted(texts)
+    assert not set(found["train"]) & set(found["validation"])
+    assert 10 < len(set(found["validation"])) < 60
+    with pytest.raises(UserError, match="validation_fraction"):
+        find_caches(DataConfig(**data, validation_fraction=0.3))
+    with pytest.raises(ValueError, match="validation_urls"):
+        DataConfig(**data, validation_fraction=0.2, validation_urls=["x.jsonl"])
+
+
+def test_splits_of_a_dataset_have_any_names(tmp_path, settings):
+    (tmp_path / "data").mkdir()
+    for name in ("train_sft", "test_sft"):
+        (tmp_path / "data" / f"{name}.jsonl").write_text(json.dumps({"text": name}) + "\n")
+    (tmp_path / "data" / "README.md").write_text(
+        "---\nconfigs:\n- config_name: default\n  data_files:\n"
+        + "".join(f"  - split: {name}\n    path: {name}.jsonl\n" for name in ("train_sft", "test_sft"))
+        + "---\n"
+    )
+    data = {"id": f"{tmp_path}/data", "tokenizer": settings["data"]["tokenizer"], "cache_dir": str(tmp_path / "cache")}
+    with pytest.raises(UserError, match=r"data\.split.*train_sft, test_sft"):
+        find_caches(DataConfig(**data))
+    assert not find_caches(DataConfig(**data, split="train_sft")).validation
+    named = find_caches(DataConfig(**data, split="train_sft", validation_split="test_sft"))
+    assert [cache.sources[0]["split"] for cache in named.all] == ["train_sft", "test_sft"]
+    with pytest.raises(UserError, match=r"validation_split.*train_sft, test_sft"):
+        find_caches(DataConfig(**data, split="train_sft", validation_split="tests"))
