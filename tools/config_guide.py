@@ -41,7 +41,7 @@ All settings of a config, by section, with type and default. This page is genera
 {contents}
 
 On the command line a setting is `--section.name VALUE`; in a file it is a key of its section: \
-[configuration.md](configuration.md). `lmtrain train --help` prints the same list. In names, `[]` is an entry of a \
+[configuration.md](configuration.md). `lmtrain train --help SECTION` prints them, too. In names, `[]` is an entry of a \
 list, and `<name>` a key that you choose.
 
 The role of a setting says whether a run can resume with another value:
@@ -89,8 +89,9 @@ def settings_page() -> str:
     """One section for each title, with a table for each group of settings under it."""
     by_title: dict[str, list[Group]] = {}
     for group in describe(RunConfig):
-        by_title.setdefault(group.title, []).append(group)
-    contents = "\n".join(f"* [{_heading(title)}](#{_anchor(title)})" for title in by_title)
+        if not any(group.section.startswith(f"{shared}.") for shared in SHARED):
+            by_title.setdefault(group.title, []).append(group)
+    contents = ", ".join(f"[{_heading(title)}](#{_anchor(title)})" for title in by_title if "." not in title)
     sections = [_section(title, groups) for title, groups in by_title.items()]
     return "\n".join(
         [INTRO.format(contents=contents, roles=_table(("role", "meaning"), list(ROLES.items()))), *sections]
@@ -200,7 +201,7 @@ def _section(title: str, groups: list[Group]) -> str:
         names = ", ".join(f"`{setting.name.rpartition('.')[2]}`" for group in groups for setting in group.settings)
         return "\n\n".join([*blocks, _escape(groups[0].doc), f"{names}: as in {shared}."]) + "\n"
     for group in groups:
-        rows = [_row(setting) for setting in group.settings]
+        rows = [_row(setting, section) for setting in group.settings]
         blocks += [_escape(group.doc), _table(("setting", "meaning", "type", "default", "role"), rows)]
     return "\n\n".join(blocks) + "\n"
 
@@ -215,9 +216,9 @@ def _kinds(section: str) -> list[str]:
     return [kind if isinstance(kind, str) else "package.module.Class" for kind in defaults]
 
 
-def _row(setting: Setting) -> tuple[str, ...]:
+def _row(setting: Setting, section: str = "") -> tuple[str, ...]:
     return (
-        f"`{setting.name}`",
+        f"`{setting.name.removeprefix(f'{section}.')}`",
         _escape(setting.description),
         _escape(setting.type),
         f"`{setting.default}`",
