@@ -15,10 +15,6 @@ _older_fusions = " --xla_cpu_use_fusion_emitters=false" if version("jaxlib").sta
 _older_fusions += " --xla_cpu_parallel_codegen_split_count=1" if _older_fusions else ""  # 8 % less processor time
 os.environ["XLA_FLAGS"] = f"--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true{_older_fusions}"
 
-# Tracing takes more time than compilation: 7 % of it for the lines of code of each operation, and 13 % for collections
-# of garbage, which has few cycles.
-os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
-
 import atexit  # noqa: E402
 import contextlib  # noqa: E402
 import fcntl  # noqa: E402
@@ -35,6 +31,8 @@ from pathlib import Path  # noqa: E402
 import pytest  # noqa: E402
 import yaml  # noqa: E402
 
+# Tracing takes more time than compilation: 13 % of it for collections of garbage, which has few cycles, and 7 % for the
+# lines of code of each operation (`_no_lines`).
 gc.set_threshold(100_000, 50, 1000)
 
 # A suite that a script starts in the background ignores Ctrl-C, and the processes that its tests start would too.
@@ -120,6 +118,13 @@ def pytest_unconfigure() -> None:
 def _user_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Tests do not use the user's caches of hub libraries and lmtrain."""
     os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.getbasetemp() / "user cache")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_lines() -> None:
+    import jax
+
+    jax.config.update("jax_traceback_in_locations_limit", 0)
 
 
 @pytest.fixture
