@@ -68,6 +68,8 @@ def _main(argv: list[str]) -> int:
 
 
 def _run(argv: list[str]) -> int:
+    if argv[:1] == ["help"] and argv[1:] and not argv[1].startswith("-"):
+        argv = [argv[1], "--help", *argv[2:]]  # lmtrain help train [SECTION]
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(usage())
         return 0 if argv else 2

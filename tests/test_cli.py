@@ -42,6 +42,32 @@ def test_help_names_every_command_and_the_version_is_printed(run_cli):
         assert run_cli(verb, "--help", code=0).stdout.startswith(f"usage: lmtrain {verb}")
 
 
+def test_help_lists_sections_and_the_settings_of_one(run_cli):
+    short = run_cli("train", "--help", code=0).stdout
+    assert short.count("\n") < 40
+    assert all(f"\n  {name} " in short for name in ("top", "data", "trainer", "optimizer"))
+    for arguments in (("train", "--help", "trainer"), ("help", "train", "trainer")):
+        listed = run_cli(*arguments, code=0).stdout
+        assert ("--trainer.train_batch_size\n" in listed, "--data.id\n" in listed) == (True, False)
+    every = run_cli("preprocess", "-h", "all", code=0).stdout
+    assert ("--trainer.seed\n" in every, "--hf_save_path\n" in every) == (True, True)
+    assert "trainer?" in run_cli("train", "--help", "traner", code=2).stderr
+
+
+def test_flags_take_dashes_and_underscores_alike(run_cli):
+    shown = run_cli("config", "show", "gpt2_nano", "--trainer.num-train-steps", "7", code=0).stdout
+    assert "num_train_steps: 7" in shown
+    refused = run_cli("export_hf", code=2).stderr + run_cli("export-hf", "gpt2_nano", code=2).stderr
+    assert "export-hf" in refused
+    assert "--base_model" in run_cli("export-hf", "gpt2_nano", "--output", "x", "--base-model", "y", code=2).stderr
+
+
+def test_a_message_names_its_setting_once(run_cli):
+    done = run_cli("config", "check", "gpt2_nano", "--trainer.seed", "x", "--data.configs", "{a b: {}}", code=2)
+    assert done.stderr.count("trainer.seed") == 1
+    assert "should" not in done.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "advice"),
     [

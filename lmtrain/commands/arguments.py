@@ -8,8 +8,8 @@ from collections.abc import Callable
 from glob import glob
 from typing import Any, NoReturn
 
-from lmtrain.config.describe import describe, format_settings
-from lmtrain.config.load import LoadedConfig, load_config, split_overrides
+from lmtrain.config.describe import SECTIONS, describe, format_settings
+from lmtrain.config.load import LoadedConfig, canonical, load_config, split_overrides
 from lmtrain.config.section import problem_of_text
 from lmtrain.run.config import RunConfig
 from lmtrain.run.run import Run, fill_masked, run_id
@@ -26,30 +26,50 @@ _TEXTS = (None, "TEXT", "TEMPLATE", "TOKEN,...")
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse, with errors raised as `UserError`."""
+    """argparse, with errors raised as `UserError`. `-` and `_` are the same in flags. For commands that use all
+    settings, `--help` lists their sections, and `--help SECTION` the settings of one."""
 
     def __init__(self, verb: str, description: str, lists_settings: bool = False):
-        self._lists_settings = lists_settings
+        self.lists_settings = lists_settings
         super().__init__(
             prog=f"lmtrain {verb}",
             description=description,
             allow_abbrev=False,
+            add_help=False,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-
-    def format_help(self) -> str:
-        """The help text; for commands that use all settings, followed by a list of these."""
-        text = super().format_help()
-        return f"{text}\n{format_settings(describe(RunConfig))}" if self._lists_settings else text
+        more = ", and the settings of a SECTION" if lists_settings else ""
+        self.add_argument(
+            "-h",
+            "--help",
+            action=_Help,
+            nargs="?" if lists_settings else 0,
+            metavar="SECTION",
+            help=f"show this help{more}",
+        )
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """Parse, and refuse names, paths and URLs that cannot be meant."""
+        flags = {canonical(flag): flag for action in self._actions for flag in action.option_strings}
+        given = [argument.partition("=") for argument in (sys.argv[1:] if args is None else args)]
+        args = [flags.get(canonical(name), name) + equals + value for name, equals, value in given]
         parsed, rest = super().parse_known_args(args, namespace)
         _check_texts(self, parsed)
         return parsed, rest
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}\n{self.format_usage().rstrip()}")
+
+
+class _Help(argparse.Action):
+    """Print the help, or the settings of a section, and exit."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        text = "" if values else parser.format_help()
+        if parser.lists_settings:
+            text += ("" if values else "\n") + format_settings(describe(RunConfig), values or SECTIONS)
+        print(text, end="")
+        parser.exit()
 
 
 def _check_texts(parser: Parser, arguments: Any) -> None:

@@ -13,6 +13,7 @@ from pydantic.fields import FieldInfo
 
 from lmtrain.config.section import format_duration, role_of
 from lmtrain.config.tree import ConfigTree, Path, value_at
+from lmtrain.runtime.errors import UserError, suggest_name
 
 _WORDS = {int: "int", float: "float", str: "text", bool: "true/false", timedelta: "duration", type(None): "null"}
 
@@ -60,10 +61,37 @@ def describe(model: type[BaseModel], at: str = "") -> list[Group]:
     return list(groups.values())
 
 
-def format_settings(groups: list[Group]) -> str:
-    """The groups as text for a terminal."""
+# What is listed of the sections: their names only.
+SECTIONS, ALL = "sections", "all"
+# Name of the settings that are in no section.
+TOP = "top"
+
+
+def format_settings(groups: list[Group], wanted: str = SECTIONS) -> str:
+    """The settings of a section and of those in it as text for a terminal; of `ALL`; or the names of the `SECTIONS`.
+
+    Raises `UserError` if there is no such section.
+    """
+    names = {group.section.replace("[]", "") or TOP: group.doc for group in reversed(groups)}
+    if wanted == SECTIONS:
+        width = max(len(name) for name in names if "." not in name)
+        lines = ["sections of settings, which are --section.field VALUE or in a file; `--help all` lists them all:"]
+        lines += [
+            f"  {name:{width}}  {doc.partition('. ')[0]}" for name, doc in reversed(names.items()) if "." not in name
+        ]
+        return "\n".join(lines) + "\n"
+    inside = [
+        group
+        for group in groups
+        if wanted == ALL or f"{group.section.replace('[]', '') or TOP}.".startswith(f"{wanted}.")
+    ]
+    if not inside:
+        near = suggest_name(wanted, list(names))
+        raise UserError(
+            f"--help {wanted}: no such section; " + (f"did you mean {near}?" if near else f"one of: {', '.join(names)}")
+        )
     lines = ["settings, as --section.field VALUE or in a file:"]
-    for group in groups:
+    for group in inside:
         lines += ["", f"{group.title}: {group.doc}"]
         lines += [
             f"  --{setting.name}\n        {setting.description}\n        {setting.type}, default {setting.default}"

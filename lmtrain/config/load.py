@@ -71,9 +71,9 @@ def _describe(model: type[BaseModel], tree: ConfigTree, path: Path, problems: li
     where = tree.origin_of(path)
     place = f"{where}: " if where else ""
     name = dotted(path)
+    if str(where) == f"--{name}":
+        place = "--"  # the flag is the name
     if kind == "extra_forbidden":
-        if str(where) == f"--{name}":
-            place = "--"
         if (advice := other_names("settings").get(str(path[-1]))) is not None:
             return f"{place}{name}: no such setting; {advice}"
         if (of_kind := _kind_without(model, tree, path)) is not None:
@@ -92,6 +92,8 @@ def _describe(model: type[BaseModel], tree: ConfigTree, path: Path, problems: li
     message = _message(problems[0])
     if kind == "int_parsing_size":
         message = "expected a whole number below 9e18"
+    if kind == "string_pattern_mismatch":
+        message = f"expected a text of the form {context['pattern']}"
     if message.startswith(_EXPECTED):
         better = [p for p in problems if not p["type"].endswith("_type")] if isinstance(seen, list | dict) else []
         if better and not better[0]["msg"].startswith(_EXPECTED):
@@ -148,12 +150,13 @@ def _describe_type(tree: ConfigTree, path: Path, seen: Any, context: dict[str, s
         return f"{where}: {dotted(path)}: expected a map with type: {_or(known)}, not {_as_written(seen)}"
     what = next(part for part in reversed(path) if isinstance(part, str))
     path = (*path, "type")
+    place = "--" if str(tree.origin_of(path)) == f"--{dotted(path)}" else f"{tree.origin_of(path)}: "
     hint = suggest_name(str(seen["type"]), known)
     if (family := other_names("families").get(str(seen["type"]).lower())) in known:
         advice = f"set type: {family}, with its sizes or, for weights of the hub, use_hf_model_config: true"
-        return f"{tree.origin_of(path)}: {dotted(path)}: {_as_written(seen['type'])} is a {family}: {advice}"
+        return f"{place}{dotted(path)}: {_as_written(seen['type'])} is a {family}: {advice}"
     advice = f"did you mean {hint!r}?" if hint else f"expected {_or(known)}"
-    return f"{tree.origin_of(path)}: {dotted(path)}: no such {what} {_as_written(seen['type'])}; {advice}"
+    return f"{place}{dotted(path)}: no such {what} {_as_written(seen['type'])}; {advice}"
 
 
 def _or(names: list[str]) -> str:
@@ -184,6 +187,15 @@ def _written_path(tree: ConfigTree, loc: Path, is_missing: bool) -> Path:
     return tuple(path)
 
 
+def canonical(flag: str) -> str:
+    """A flag with `_` for `-`, but for those at its start and in names of sources: --dry-run and --dry_run are one."""
+    name = flag.lstrip("-")
+    parts = name.split(".")
+    is_kept = [parts[:1] == ["data"] and number == 2 for number in range(len(parts))]
+    same = ".".join(part if kept else part.replace("-", "_") for part, kept in zip(parts, is_kept, strict=True))
+    return flag[: len(flag) - len(name)] + same if flag.startswith("--") else flag
+
+
 def split_overrides(argv: Sequence[str], own_flags: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
     """Separate the arguments of a subcommand from overrides of the config.
 
@@ -192,16 +204,16 @@ def split_overrides(argv: Sequence[str], own_flags: Sequence[str]) -> tuple[list
     """
     rest: list[str] = []
     overrides: list[tuple[str, str]] = []
+    own = {canonical(flag): flag for flag in own_flags}
     position = 0
     while position < len(argv):
         argument = argv[position]
         position += 1
         name, equals, value = argument.partition("=")
-        if not argument.startswith("--") or argument == "--" or name in own_flags:
+        name = canonical(name)
+        if not argument.startswith("--") or argument == "--" or name in own:
             rest.append(argument)
             continue
-        if (own := f"--{name.removeprefix('--').replace('-', '_')}") in own_flags:
-            raise UserError(f"{name}: no such flag; did you mean {own}?")
         if (advice := other_names("switches").get(name.removeprefix("--"))) is not None:
             raise UserError(f"{name}: no such setting; {advice}")
         if not equals:

@@ -102,7 +102,6 @@ def test_a_known_model_is_planned_without_downloading_it(plan):
         (["--slices", "2"], ["--slices", "--device"]),
         (["--minutes", "nan"], ["--minutes", "0.01 or more"]),
         (["--device", "v5p", "--slices", "1000000"], ["4,000,000 devices", "65,536"]),
-        (["--no-compile"], ["did you mean --no_compile"]),
         (["--hlo", "nowhere/x.hlo"], ["--hlo: nowhere/x.hlo", "folder that exists"]),
         (["--hlo", "/"], ["--hlo: /", "expected a file"]),
         (["--device", "h100", "--measure"], ["--measure", "remove --device"]),

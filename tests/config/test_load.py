@@ -235,7 +235,7 @@ def test_all_problems_are_reported_at_once_each_with_its_line(folder):
 
 def test_a_problem_in_an_override_has_its_flag(folder):
     lines = report(folder, "model:\n  seq_len: 32\n", [("model.seq_len", "x"), ("trainer.sed", "1")])
-    assert lines[1].startswith("  --model.seq_len: model.seq_len: expected a whole number")
+    assert lines[1].startswith("  --model.seq_len: expected a whole number")
     assert lines[2] == "  --trainer.sed: no such setting; did you mean trainer.seed?"
 
 
