@@ -4,7 +4,7 @@ import json
 import sys
 
 from lmtrain.commands.arguments import Parser, parse_run
-from lmtrain.config.describe import show
+from lmtrain.config.describe import show, without_defaults
 from lmtrain.config.spellings import build_schema
 from lmtrain.run.config import RunConfig, check_evaluation, may_validate, resolved, without_effect
 from lmtrain.run.run import Run, require_secrets, resolve
@@ -17,7 +17,7 @@ def run(argv: list[str]) -> int:
     if argv and argv[0] in ("-h", "--help"):
         print(
             "usage: lmtrain config check CONFIG [--section.field VALUE ...]\n"
-            "       lmtrain config show CONFIG [--resolved] [--plot-lr FILE] [--section.field VALUE ...]\n"
+            "       lmtrain config show CONFIG [--changed] [--resolved] [--plot-lr FILE] [--section.field VALUE ...]\n"
             "       lmtrain config schema"
         )
         return 0
@@ -48,6 +48,7 @@ def _show(argv: list[str]) -> int:
         help="resolve as a run does: sizes and tokenizer of initialize_from_hf, steps of an epoch of tokenized data, "
         "replicas over slices with this machine's devices; with the factors of transfer for each parameter",
     )
+    parser.add_argument("--changed", action="store_true", help="only what a file or the command line sets")
     parser.add_argument(
         "--plot-lr", metavar="FILE", help="plot the learning rate over the run to FILE instead (png, svg, pdf)"
     )
@@ -67,7 +68,8 @@ def _show(argv: list[str]) -> int:
         plot_learning_rate(run.config.optimizer, run.config.trainer.num_train_steps, arguments.plot_lr)
         print(f"wrote {arguments.plot_lr}")
         return 0
-    print(show(resolved(run.config), run.loaded.tree), end="")
+    shown = resolved(run.config)
+    print(show(without_defaults(shown, run.loaded.tree) if arguments.changed else shown, run.loaded.tree), end="")
     transfer = run.config.transfer
     if arguments.resolved and transfer is not None:
         from lmtrain.transfer.factors import describe, factors_of

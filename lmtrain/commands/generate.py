@@ -2,17 +2,23 @@
 
 import argparse
 import io
+import json
 import sys
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from lmtrain.commands.arguments import Parser, add_model_flags, at_least, check_model_flags, parse_run
 from lmtrain.hf.chat_template import find_template
 from lmtrain.hf.tokenizer import encode_prompt
+from lmtrain.preprocess.documents import read_texts
 from lmtrain.run.run import require_secrets
 from lmtrain.runtime.errors import UserError
 from lmtrain.runtime.logging import log, start_console_log
 from lmtrain.runtime.text import require_utf8
 from lmtrain.weights.trained_model import TrainedModel, from_checkpoint, from_hf
+
+if TYPE_CHECKING:
+    from lmtrain.generation.decode import SamplingSettings
 
 _CLEAR, _EXIT = "/clear", "/exit"
 
@@ -20,6 +26,18 @@ _CLEAR, _EXIT = "/clear", "/exit"
 def run(argv: list[str]) -> int:
     parser = Parser("generate", "Sample text from a checkpoint; the text goes to standard output.")
     parser.add_argument("--prompt", help="text to continue; with --chat the first message")
+    parser.add_argument(
+        "--prompts",
+        metavar="FILE",
+        help="texts to continue: .jsonl with the key prompt, or .txt with one in each line; the result is JSON lines",
+    )
+    parser.add_argument(
+        "--samples",
+        type=at_least(1),
+        default=1,
+        metavar="N",
+        help="texts for each prompt (default: 1); several are JSON lines",
+    )
     parser.add_argument(
         "--chat", action="store_true", help="talk to the model: each line is a message; /clear starts again, /exit ends"
     )
@@ -53,6 +71,13 @@ def run(argv: list[str]) -> int:
         help="sample from the N most likely tokens; 0: all (default: 50)",
     )
     parser.add_argument(
+        "--top_p",
+        type=at_least(0, float),
+        default=1.0,
+        metavar="P",
+        help="sample from the most likely tokens that have this probability together; 1: all (default: 1)",
+    )
+    parser.add_argument(
         "--seed",
         type=at_least(0),
         default=0,
@@ -61,8 +86,13 @@ def run(argv: list[str]) -> int:
     )
     arguments, run = parse_run(parser, argv, needs_config=lambda arguments: arguments.hf is None)
     require_secrets(run.loaded)
-    if arguments.prompt is None and not arguments.chat:
-        parser.error("--prompt or --chat is required")
+    if arguments.prompt is None and arguments.prompts is None and not arguments.chat:
+        parser.error("--prompt, --prompts or --chat is required")
+    if arguments.prompts is not None and (arguments.prompt is not None or arguments.chat):
+        raise UserError(f"--prompts and --{'chat' if arguments.chat else 'prompt'}: choose one")
+    if arguments.samples > 1 and arguments.chat:
+        raise UserError("--samples: a --chat has one reply to each message")
+    prompts = _read_prompts(arguments.prompts) if arguments.prompts is not None else []
     if not arguments.chat and (arguments.system is not None or arguments.chat_template is not None):
         raise UserError(f"--{'system' if arguments.system is not None else 'chat_template'}: requires --chat")
     for flag in ("prompt", "system"):
@@ -76,8 +106,63 @@ def run(argv: list[str]) -> int:
     else:
         trained = from_hf(arguments.hf)
         log.info(f"sampling from {trained.source}")
-    (_chat if arguments.chat else _continue)(arguments, trained)
+    if arguments.chat:
+        _chat(arguments, trained)
+    elif prompts or arguments.samples > 1:
+        _continue_all(arguments, prompts or [arguments.prompt], trained)
+    else:
+        _continue(arguments, trained)
     return 0
+
+
+# Rows that are continued at once.
+_ROWS = 16
+
+
+def _read_prompts(path: str) -> list[str]:
+    """The prompts of a file. Raises `UserError` with the line of one that cannot be read."""
+    prompts = [str(text) for text in read_texts(path, "prompt") if str(text).strip()]
+    if not prompts:
+        raise UserError(f"--prompts {path}: has no prompt")
+    return prompts
+
+
+def _continue_all(arguments: argparse.Namespace, prompts: list[str], trained: TrainedModel) -> None:
+    """Print each prompt with its continuations as JSON lines."""
+    from lmtrain.generation.decode import sample_batch
+
+    tokenizer, seq_len = trained.tokenizer, trained.config.model.seq_len
+    bos = starts_with_bos(trained)
+    ids = [encode_prompt(tokenizer, prompt, "--prompts", bos) for prompt in prompts]
+    room = seq_len - max(map(len, ids))
+    if room < 1:
+        number = max(range(len(ids)), key=lambda number: len(ids[number]))
+        raise UserError(
+            f"prompt {number + 1}: its {len(ids[number])} tokens fill the model's context of {seq_len} tokens"
+        )
+    if arguments.max_new_tokens > room:
+        log.info(f"--max_new_tokens: reduced to {room}, since the longest prompt leaves no more of the model's context")
+    settings = sampling_settings(arguments, min(arguments.max_new_tokens, room))
+    model, params, layout = trained.load()
+    rows = [(number, sample) for number in range(len(prompts)) for sample in range(arguments.samples)]
+    for start in range(0, len(rows), _ROWS):
+        batch = rows[start : start + _ROWS]
+        given = [ids[number] for number, _ in batch]
+        seed = (arguments.seed + (start // _ROWS << 16)) % 2**32  # other numbers for each batch
+        for (number, sample), new in zip(
+            batch, sample_batch(model, params, layout, given, seed, settings, tokenizer.eos_id), strict=True
+        ):
+            text = tokenizer.backend.decode(new)
+            print(
+                json.dumps({"prompt": prompts[number], "sample": sample, "text": text}, ensure_ascii=False), flush=True
+            )
+
+
+def sampling_settings(arguments: argparse.Namespace, count: int) -> "SamplingSettings":
+    """The settings of the flags, for `count` new tokens."""
+    from lmtrain.generation.decode import SamplingSettings
+
+    return SamplingSettings(count, arguments.temperature, arguments.top_k, arguments.top_p)
 
 
 def _continue(arguments: argparse.Namespace, trained: TrainedModel) -> None:
@@ -92,9 +177,9 @@ def _continue(arguments: argparse.Namespace, trained: TrainedModel) -> None:
 
     import jax
 
-    from lmtrain.generation.decode import SamplingSettings, sample
+    from lmtrain.generation.decode import sample
 
-    settings = SamplingSettings(min(arguments.max_new_tokens, room), arguments.temperature, arguments.top_k)
+    settings = sampling_settings(arguments, min(arguments.max_new_tokens, room))
     model, params, _ = trained.load()
     prompt = jax.numpy.asarray(ids, jax.numpy.int32)
     tokenizer = trained.tokenizer
@@ -123,9 +208,8 @@ def _chat(arguments: argparse.Namespace, trained: TrainedModel) -> None:
     template.check()
 
     from lmtrain.generation.chat import Chat
-    from lmtrain.generation.decode import SamplingSettings
 
-    settings = SamplingSettings(arguments.max_new_tokens, arguments.temperature, arguments.top_k)
+    settings = sampling_settings(arguments, arguments.max_new_tokens)
     model, params, _ = trained.load()
     seq_len = trained.config.model.seq_len
     chat = Chat(model, params, tokenizer, template, seq_len, settings, arguments.seed, arguments.system)

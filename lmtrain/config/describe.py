@@ -235,6 +235,19 @@ def show(resolved: dict[str, Any], tree: ConfigTree) -> str:
     return "".join(f"{text:<{width}}  # {place}\n" if place else f"{text}\n" for text, place in lines)
 
 
+def without_defaults(resolved: dict[str, Any], tree: ConfigTree, at: Path = ()) -> dict[str, Any]:
+    """The settings that a file or the command line has."""
+    found = {}
+    for name, value in resolved.items():
+        path = (*at, name)
+        if isinstance(value, dict) and value:
+            value = without_defaults(value, tree, path)
+            found |= {name: value} if value else {}
+        elif (isinstance(value, list) and value_at(tree.data, path) is not None) or _place(tree, path) != "default":
+            found[name] = value
+    return found
+
+
 def _lines(value: dict[str, Any], tree: ConfigTree, at: Path, indent: str) -> Iterator[tuple[str, str]]:
     """Text and origin of each line; a section's `type` comes first."""
     for name in sorted(value, key=lambda name: name != "type"):

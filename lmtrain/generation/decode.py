@@ -60,11 +60,13 @@ def decode(
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """Sampling settings. `temperature` 0 selects the most likely token; `top_k` 0 disables top-k sampling."""
+    """Sampling settings. `temperature` 0 selects the most likely token; `top_k` 0 disables top-k sampling; `top_p` 1
+    disables nucleus sampling (Holtzman et al. 2019), which follows the other two."""
 
     max_new_tokens: int
     temperature: float = 0.8
     top_k: int = 50
+    top_p: float = 1.0
 
 
 def sample(
@@ -80,6 +82,27 @@ def sample(
     The same key gives the same tokens. Prompt and new tokens together must fit the model's context.
     """
     return until_eos(jax.device_get(_sample(model, params, prompt_S, key, settings)).tolist(), eos_id)
+
+
+def sample_batch(
+    model: LanguageModel,
+    params: Any,
+    layout: Layout,
+    prompts: Sequence[Sequence[int]],
+    seed: int,
+    settings: SamplingSettings,
+    eos_id: int | None,
+) -> list[list[int]]:
+    """New token ids after each prompt, as `sample` gives them for one. Those of a prompt depend on its number."""
+    shards = layout.num_batch_shards
+    filled = [*prompts, *[prompts[-1]] * (-len(prompts) % shards)]
+    lengths = np.array([len(prompt) for prompt in filled], np.int32)
+    tokens = np.zeros((len(filled), lengths.max()), np.int32)
+    for row, prompt in enumerate(filled):
+        tokens[row, : len(prompt)] = prompt
+    dtype = str(jax.tree.leaves(params)[0].dtype)
+    new = np.asarray(build_batch_sampler(model, layout, dtype, settings)(params, tokens, lengths, np.uint32(seed)))
+    return [until_eos(row.tolist(), eos_id) for row in new[: len(prompts)]]
 
 
 def until_eos(tokens: list[int], eos_id: int | None) -> list[int]:
@@ -138,9 +161,15 @@ def choose(logits_V: jax.Array, key: jax.Array, settings: SamplingSettings) -> j
     """Sample one token id from float32 logits."""
     if settings.temperature == 0:
         return jnp.argmax(logits_V).astype(jnp.int32)
-    if 0 < settings.top_k < logits_V.shape[0]:
-        best, ids = jax.lax.top_k(logits_V, settings.top_k)
-        return ids[jax.random.categorical(key, best / settings.temperature)].astype(jnp.int32)
+    vocab_size = logits_V.shape[0]
+    is_cut = 0 < settings.top_k < vocab_size
+    if is_cut or settings.top_p < 1:
+        best, ids = jax.lax.top_k(logits_V, settings.top_k if is_cut else vocab_size)  # descending
+        best = best / settings.temperature
+        if settings.top_p < 1:
+            probabilities = jax.nn.softmax(best)
+            best = jnp.where(jnp.cumsum(probabilities) - probabilities < settings.top_p, best, -jnp.inf)
+        return ids[jax.random.categorical(key, best)].astype(jnp.int32)
     return jax.random.categorical(key, logits_V / settings.temperature).astype(jnp.int32)
 
 

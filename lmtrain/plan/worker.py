@@ -43,6 +43,12 @@ class _Capability:
 _SM80 = _Capability(
     major=8, minor=0, threads_per_core=2048, lanes_per_core=64, shared_per_core=164 * _KIB, shared_per_block=163 * _KIB
 )
+_SM75 = _Capability(
+    major=7, minor=5, threads_per_core=1024, lanes_per_core=64, shared_per_core=64 * _KIB, shared_per_block=64 * _KIB
+)
+_SM86 = _Capability(
+    major=8, minor=6, threads_per_core=1536, lanes_per_core=128, shared_per_core=100 * _KIB, shared_per_block=99 * _KIB
+)
 _SM89 = _Capability(
     major=8, minor=9, threads_per_core=1536, lanes_per_core=128, shared_per_core=100 * _KIB, shared_per_block=99 * _KIB
 )
@@ -55,6 +61,11 @@ _SM100 = replace(_SM90, major=10)
 _GPUS = {
     "a100-40gb": (_SM80, 108, 1.41, 40, "NVIDIA A100-SXM4-40GB"),
     "a100": (_SM80, 108, 1.41, 40, "NVIDIA A100-SXM4-80GB"),
+    "t4": (_SM75, 40, 1.59, 4, "Tesla T4"),
+    "a10g": (_SM86, 80, 1.71, 6, "NVIDIA A10G"),
+    "a6000": (_SM86, 84, 1.80, 6, "NVIDIA RTX A6000"),
+    "3090": (_SM86, 82, 1.70, 6, "NVIDIA GeForce RTX 3090"),
+    "4090": (_SM89, 128, 2.52, 72, "NVIDIA GeForce RTX 4090"),
     "l4": (_SM89, 58, 2.04, 48, "NVIDIA L4"),
     "l40s": (_SM89, 142, 2.52, 96, "NVIDIA L40S"),
     "h100": (_SM90, 132, 1.98, 50, "NVIDIA H100 80GB HBM3"),

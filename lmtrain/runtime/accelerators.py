@@ -2,7 +2,8 @@
 Does not import JAX.
 
 Figures are the vendors' published ones: peak FLOP/s of dense matrix products, and bandwidths of one device in one
-direction. Sources: NVIDIA's data sheets of A100, A10, L4, L40, L40S, H100, H200, GH200, DGX B200 and GB200; Google
+direction. Sources: NVIDIA's data sheets of A100, A10, L4, L40, L40S, H100, H200, GH200, DGX B200, GB200, T4 and
+RTX A6000, and white papers of GA102 and AD102; Google
 Cloud's pages "TPU v4", "TPU v5e", "TPU v5p", "TPU v6e". The bandwidth of a TPU chip is the sum over its links, half of
 the published bidirectional figure.
 """
@@ -39,9 +40,13 @@ class Accelerator:
     eight_bit: Mapping[str, float] = field(default_factory=dict)
 
 
-_PCIE4, _PCIE5 = ("PCIe", 32e9), ("PCIe", 64e9)
+_PCIE3, _PCIE4, _PCIE5 = ("PCIe", 16e9), ("PCIe", 32e9), ("PCIe", 64e9)
 _NVLINK3, _NVLINK4, _NVLINK5 = ("NVLink", 300e9), ("NVLink", 450e9), ("NVLink", 900e9)
 _BRIDGE = ("NVLink", 300e9)
+
+
+# GeForce: products that accumulate in float32 have half of the speed, but for int8.
+_ADA = {"fp8": 330e12, "int8": 661e12}
 
 
 def _both(flops: float) -> dict[str, float]:
@@ -75,6 +80,10 @@ ACCELERATORS = {
         Accelerator("l40", "NVIDIA L40", "gpu", 181e12, 48 * 10**9, 864e9, *_PCIE4, 12.5e9, 8, _both(362e12)),
         Accelerator("l40s", "NVIDIA L40S", "gpu", 362e12, 48 * 10**9, 864e9, *_PCIE4, 12.5e9, 8, _both(733e12)),
         Accelerator("a10", "NVIDIA A10", "gpu", 125e12, 24 * 10**9, 600e9, *_PCIE4, 12.5e9, 8, {"int8": 250e12}),
+        Accelerator("t4", "NVIDIA T4", "gpu", 8.1e12, 16 * 10**9, 320e9, *_PCIE3, 12.5e9, 8),  # no bfloat16: float32
+        Accelerator("a6000", "NVIDIA A6000", "gpu", 155e12, 48 * 10**9, 768e9, *_PCIE4, 12.5e9, 8, {"int8": 310e12}),
+        Accelerator("3090", "NVIDIA RTX 3090", "gpu", 71e12, 24 * 10**9, 936e9, *_PCIE4, 12.5e9, 8, {"int8": 284e12}),
+        Accelerator("4090", "NVIDIA RTX 4090", "gpu", 165e12, 24 * 10**9, 1008e9, *_PCIE4, 12.5e9, 8, _ADA),
         Accelerator("a10g", "NVIDIA A10G", "gpu", 70e12, 24 * 10**9, 600e9, *_PCIE4, 12.5e9, 8, {"int8": 140e12}),
     )
 }
@@ -100,9 +109,19 @@ def find_accelerator(device_kind: str) -> Accelerator | None:
 
 
 # Kinds that the installed compilers support; NVIDIA's other GPUs run the same program as one of these.
-KINDS = ("v4", "v5e", "v5p", "v6e", "a100-40gb", "a100", "h100", "h200", "l4", "l40s", "b200")
+KINDS = ("v4", "v5e", "v5p", "v6e", "a100-40gb", "a100", "h100", "h200", "b200", "l4", "l40s", "a10g", "a6000", "3090",
+         "4090", "t4")  # fmt: skip
 
-_OTHER_NAMES = {"a100-80gb": "a100", "a100-sxm4-40": "a100-40gb", "v5litepod": "v5e", "v5lite": "v5e", "v6lite": "v6e"}
+_OTHER_NAMES = {
+    "rtx3090": "3090",
+    "rtx4090": "4090",
+    "rtx-4090": "4090",
+    "a100-80gb": "a100",
+    "a100-sxm4-40": "a100-40gb",
+    "v5litepod": "v5e",
+    "v5lite": "v5e",
+    "v6lite": "v6e",
+}
 
 # Slice shapes in chips, as offered by Google Cloud; for v4 and v5p, cubes of 4x4x4 up to the listed sizes.
 _FLAT = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))

@@ -8,10 +8,13 @@ import pytest
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["tiny.yaml"], "--prompt or --chat is required"),
+        (["tiny.yaml"], "--prompt, --prompts or --chat is required"),
         (["--hf", "base", "--checkpoint", "x", "--prompt", "a"], "--hf and --checkpoint: choose one"),
         (["tiny.yaml", "--hf", "base", "--prompt", "a"], "remove CONFIG"),
         (["tiny.yaml", "--prompt", "a"], "no such folder"),
+        (["tiny.yaml", "--prompts", "none.txt"], "none.txt"),
+        (["tiny.yaml", "--prompt", "a", "--prompts", "tiny.yaml"], "--prompts and --prompt"),
+        (["tiny.yaml", "--chat", "--samples", "2"], "--samples: "),
         (["tiny.yaml", "--prompt", "a", "--system", "b"], "--system: "),
         (["tiny.yaml", "--prompt", "caf\udce9"], "--prompt: "),
         (["tiny.yaml", "--prompt", "a", "--temperature", "-1"], "argument --temperature: -1: "),

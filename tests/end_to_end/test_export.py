@@ -156,3 +156,10 @@ def test_generate_continues_the_prompt_and_is_deterministic(trained):
     assert len(first) > len("The quiet river\n")
     assert run(trained, *prompt) == first
     assert run(trained, *prompt, "--seed", "1") != first
+    (trained / "prompts.txt").write_text("The quiet river\nA\n")
+    found = run(
+        trained, "generate", "tiny.json", "--prompts", "prompts.txt", "--samples", "10", "--max_new_tokens", "12"
+    )
+    texts = [json.loads(line) for line in found.splitlines()]
+    assert [(text["prompt"], text["sample"]) for text in texts[9:11]] == [("The quiet river", 9), ("A", 0)]
+    assert len({text["text"] for text in texts[:10]}) > 1

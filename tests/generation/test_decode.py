@@ -17,7 +17,7 @@ from models import quick
 from tokenizers.processors import TemplateProcessing
 
 from lmtrain.commands.generate import starts_with_bos
-from lmtrain.generation.decode import GreedyDecoder, SamplingSettings, choose, decode, sample, step
+from lmtrain.generation.decode import GreedyDecoder, SamplingSettings, choose, decode, sample, sample_batch, step
 from lmtrain.hf.tokenizer import encode_prompt, load_tokenizer
 from lmtrain.models.backpack.config import BackpackConfig
 from lmtrain.models.gpt2.config import Gpt2Config
@@ -107,6 +107,24 @@ def test_choices_follow_the_softmax_of_the_k_largest(temperature, top_k):
     found = frequencies(LOGITS, SamplingSettings(1, temperature, top_k))
     np.testing.assert_allclose(found, expected, atol=0.03)
     assert [f == 0 for f, e in zip(found, expected, strict=True) if e == 0] == [True] * int((expected == 0).sum())
+
+
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "kept"), [(0, 0.6, [3.0]), (0, 0.7, [3.0, 2.0]), (2, 0.999, [3.0, 2.0]), (0, 0, [3.0])]
+)
+def test_choices_are_among_the_most_likely_with_this_probability(top_k, top_p, kept):
+    weights = np.array([np.exp(logit) if logit in kept else 0 for logit in LOGITS])
+    found = frequencies(LOGITS, SamplingSettings(1, 1.0, top_k, top_p))
+    np.testing.assert_allclose(found, weights / weights.sum(), atol=0.03)
+
+
+def test_a_batch_of_prompts_has_the_greedy_text_of_each_and_any_number_of_rows(params):
+    prompts = [[3, 1, 4], [2], [5, 6, 7, 8]]
+    settings = SamplingSettings(6, temperature=0)
+    layout = build_layout(PartitioningConfig())
+    found = sample_batch(MODEL, params, layout, prompts, 0, settings, eos_id=None)
+    alone = [sample(MODEL, params, jnp.array(prompt), jax.random.key(0), settings, None) for prompt in prompts]
+    assert found == alone
 
 
 def test_choices_at_the_limits_of_the_settings():

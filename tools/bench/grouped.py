@@ -31,7 +31,7 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=10)
     repeat = parser.parse_args().repeat
     platform = jax.default_backend()
-    print(f"{jax.devices()[0].device_kind}, kernel {choose_grouped(platform).name}")
+    print(f"{jax.devices()[0].device_kind}, kernel {choose_grouped(platform, jax.devices()[0].device_kind).name}")
     for name, shape in SHAPES.items():
         one, ours = seconds(repeat, *of_shape(*shape, jnp.float32 if platform == "cpu" else jnp.bfloat16))
         print(f"{name:<18} {shape}: one matrix {one * 1e3:8.2f} ms, grouped {ours / one:.2f} x", flush=True)

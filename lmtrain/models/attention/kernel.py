@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, get_args
@@ -62,6 +63,18 @@ def missing_in_jax(module: str, part: str) -> str:
 def is_hopper_or_later(device_kind: str) -> bool:
     """Whether this is a server GPU of compute capability 9.0 or later, by JAX's name of it."""
     return any(name in device_kind for name in ("H100", "H200", "H800", "H20", "B200", "B300"))
+
+
+# Words of JAX's names of GPUs before compute capability 8.0.
+_BEFORE_AMPERE = {"t4", "v100", "p100", "p40", "p4", "k80", "m60", "titan", "gtx", "quadro", "t1000", "t2000"}
+_TURING = re.compile(r"20[678]0")
+
+
+def before_ampere(device_kind: str) -> str:
+    """The reason of GPUs that have no bfloat16, nor the compiler of kernels and cuDNN's attention; empty for others."""
+    words = re.split(r"[^a-z0-9]+", device_kind.lower())
+    is_older = bool(_BEFORE_AMPERE.intersection(words)) or any(map(_TURING.fullmatch, words))
+    return f"requires a GPU of compute capability 8.0 or later, got {device_kind}" if is_older else ""
 
 
 def all_but(*missing: str) -> frozenset[str]:
@@ -160,4 +173,5 @@ def _obstacle(kernel: Kernel, needs: AttentionNeeds, platform: str, device_kind:
     missing = [FEATURES[feature] for feature in sorted(needs.features - kernel.features)]
     if missing:
         return f"does not support {', '.join(missing)}"
-    return kernel.unavailable(device_kind)
+    too_old = before_ampere(device_kind) if kernel.platform == "gpu" else ""
+    return too_old or kernel.unavailable(device_kind)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from lmtrain.models.attention.kernel import Choice
 from lmtrain.models.layers.quantized import Quantized, quantize, times
-from lmtrain.sharding.local import platform
+from lmtrain.sharding.local import device_kind, platform
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,8 +29,8 @@ class GroupedKernel:
     `rows_computed(rows, experts)` is the mean number of rows that a product computes with balanced random routing: more
     than `rows`, since a tile has one expert. `mean_trips(rows, experts)` is the mean number of tiles of an expert, if
     its products are in the text of a compiled program, in loops over tiles; None for kernels, whose FLOPs are counted
-    by formula. `unavailable` returns why the kernel cannot run with the installed JAX; empty if it can. `formats`:
-    8-bit formats of its operands (`lmtrain/models/layers/quantized.py`).
+    by formula. `unavailable` returns why the kernel cannot run on a kind of device, or with the installed JAX; empty
+    if it can. `formats`: 8-bit formats of its operands (`lmtrain/models/layers/quantized.py`).
     """
 
     name: str
@@ -38,7 +38,7 @@ class GroupedKernel:
     d_kernel: Callable[..., jax.Array]
     rows_computed: Callable[[int, int], float]
     mean_trips: Callable[[int, int], float] | None = None
-    unavailable: Callable[[], str] = lambda: ""
+    unavailable: Callable[[str], str] = lambda device_kind: ""
     formats: frozenset[str] = frozenset()
 
 
@@ -55,11 +55,11 @@ def kernel_of(name: str) -> GroupedKernel:
     return kernel
 
 
-def choose_grouped(platform: str) -> Choice:
-    """The kernel for a platform, cpu, gpu or tpu."""
+def choose_grouped(platform: str, device_kind: str) -> Choice:
+    """The kernel for a platform, cpu, gpu or tpu, and a kind of device, by JAX's name of it."""
     reasons: list[str] = []
     for kernel in map(kernel_of, _KERNELS[platform]):
-        if not (reason := kernel.unavailable()):
+        if not (reason := kernel.unavailable(device_kind)):
             return Choice(kernel.name, "; ".join(reasons) or "fastest on this device")
         reasons.append(f"{kernel.name} {reason}")
     raise AssertionError(reasons)
@@ -67,7 +67,7 @@ def choose_grouped(platform: str) -> Choice:
 
 def supports(products: str) -> bool:
     """Whether the kernel of the program being traced has products in this 8-bit format."""
-    return products in kernel_of(choose_grouped(platform()).name).formats
+    return products in kernel_of(choose_grouped(platform(), device_kind()).name).formats
 
 
 def grouped(
@@ -75,7 +75,7 @@ def grouped(
 ) -> jax.Array:
     """The product of each row with the matrix of its expert, [R, O]; see `GroupedKernel`. With the 8-bit copy of the
     kernel, in 8 bits: `kernel_EIO` only receives the gradient then."""
-    name = choose_grouped(platform()).name
+    name = choose_grouped(platform(), device_kind()).name
     with jax.named_scope(SCOPE):
         if quantized is None:
             return product(name, x_RI, kernel_EIO, sizes_E)

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from lmtrain.models.attention.kernel import missing_in_jax
+from lmtrain.models.attention.kernel import before_ampere, missing_in_jax
 from lmtrain.models.moe.grouped import GroupedKernel
 
 # Rows of a tile; the last tile of an expert is partly empty. With fewer than the largest, programs read more for each
@@ -46,9 +46,11 @@ def _d_kernel(*arguments: Any) -> jax.Array:
     return d_kernel(*arguments)
 
 
-def _unavailable() -> str:
+def _unavailable(device_kind: str) -> str:
     """JAX 0.11 and later announce the removal of this backend."""
-    return missing_in_jax("jax.experimental.pallas.triton", "the Triton backend of Pallas")
+    return before_ampere(device_kind) or missing_in_jax(
+        "jax.experimental.pallas.triton", "the Triton backend of Pallas"
+    )
 
 
 KERNEL = GroupedKernel(

@@ -286,7 +286,7 @@ def build_program(
     layout = build_layout(trainer, devices, slice_ids, replicas.number, expert_parts.number)
     batching = choose_batching(trainer, layout.num_batch_shards)
     check_seq_len(config.model.seq_len, trainer.sequence_parts, any(split.needs_even for split in splits))
-    products = choose_grouped(platform) if config.model.mixture else None
+    products = choose_grouped(platform, devices[0].device_kind) if config.model.mixture else None
     _log_choices(devices, layout, replicas, products, expert_parts)
     log_attention(attention, needs, platform)
     abstract, shardings = state_in(layout)

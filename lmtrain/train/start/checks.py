@@ -18,6 +18,8 @@ def check_settings(run: Run) -> None:
     """Raise `UserError` for settings that are refused without a connection to other processes."""
     config = run.config
     require_secrets(run.loaded, trains=True)
+    if config.lora is None and "lora" in run.loaded.tree.data:
+        log.warning("lora: is null, so all parameters are trained; lora: {} trains adapters with the defaults")
     if config.lora is not None and not list_checkpoints(run.checkpoints):  # a run that resumes ignores it
         check_adapter_config(config.lora)
     if config.eval_harness is not None:
@@ -34,8 +36,6 @@ def check_services(config: RunConfig, processes: Processes) -> None:
             check_upload(config.hf_upload)
     for text in without_effect(config).values():
         log.warning(text)
-    if config.lora is None and "lora" in config.model_fields_set:
-        log.warning("lora: is null, so all parameters are trained; lora: {} trains adapters with the defaults")
 
 
 def check_before_data(run: Run, data_identity: str, processes: Processes) -> None:

@@ -145,14 +145,20 @@ def test_rows_computed_are_those_of_random_routing():
 
 @pytest.mark.parametrize(("platform", "name"), [("cpu", "tiled"), ("gpu", "triton"), ("tpu", "megablox")])
 def test_each_platform_has_its_kernel(platform, name):
-    assert choose_grouped(platform) == (name, "fastest on this device")
+    assert choose_grouped(platform, "NVIDIA H100 PCIe") == (name, "fastest on this device")
 
 
 def test_without_the_triton_backend_the_next_kernel_is_used_with_the_reason(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda module: None)
-    name, reason = choose_grouped("gpu")
+    name, reason = choose_grouped("gpu", "NVIDIA H100 PCIe")
     assert name == "tiled"
     assert "triton requires the Triton backend of Pallas" in reason
+
+
+@pytest.mark.parametrize("kind", ["Tesla T4", "Tesla V100-SXM2-16GB", "NVIDIA GeForce RTX 2080 Ti"])
+def test_gpus_without_a_compiler_of_kernels_use_the_next_one_with_the_reason(kind):
+    name, reason = choose_grouped("gpu", kind)
+    assert (name, "8.0" in reason) == ("tiled", True)
 
 
 @pytest.mark.parametrize("name", ["tiled", "triton", "megablox"])
