@@ -41,6 +41,9 @@ def run(argv: list[str]) -> int:
         help="print the first N documents of each source as the model will see them: text, tokens, which are targets, "
         "where sequences begin; nothing is built",
     )
+    parser.add_argument(
+        "--rebuild", action="store_true", help="delete caches that do not match the config, and build them again"
+    )
     _add_check_flags(parser)
     arguments, run = parse_run(parser, argv)
     _check_flags(arguments)
@@ -62,7 +65,7 @@ def _build(arguments: argparse.Namespace, run: Run) -> int:
     with StopRequest("discarding unfinished shards") as stop:
         try:
             dropped = _check_texts(arguments, config, processes, stop)
-            caches = find_caches(config.data, dropped=dropped)
+            caches = find_caches(config.data, dropped=dropped, rebuild=arguments.rebuild)
             build = start_build(config, caches, processes)
             try:
                 wait(build, stop)

@@ -237,7 +237,7 @@ def show(resolved: dict[str, Any], tree: ConfigTree) -> str:
 
 def without_defaults(resolved: dict[str, Any], tree: ConfigTree, at: Path = ()) -> dict[str, Any]:
     """The settings that a file or the command line has."""
-    found = {}
+    found: dict[str, Any] = {}
     for name, value in resolved.items():
         path = (*at, name)
         if isinstance(value, dict) and value:

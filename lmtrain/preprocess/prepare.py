@@ -16,9 +16,9 @@ from lmtrain.data.config import DataConfig
 from lmtrain.data.targets import FirstTargets
 from lmtrain.preprocess.executor import Executor
 from lmtrain.preprocess.prepare_demo import prepare_demo
-from lmtrain.preprocess.recipe import Dropped
+from lmtrain.preprocess.recipe import Dropped, OtherCacheError
 from lmtrain.preprocess.sources import has_text
-from lmtrain.preprocess.split_cache import SplitCache, find_cache, has_cache, make_folder, split_folder
+from lmtrain.preprocess.split_cache import SplitCache, delete_cache, find_cache, has_cache, make_folder, split_folder
 from lmtrain.preprocess.write_shard import ShardJob
 from lmtrain.run.config import RunConfig
 from lmtrain.runtime.errors import UserError, counted
@@ -44,17 +44,30 @@ class SplitCaches(Caches):
 
 
 def find_caches(
-    config: DataConfig, train: bool = True, validation: bool = True, dropped: Mapping[str, Dropped] | None = None
+    config: DataConfig,
+    train: bool = True,
+    validation: bool = True,
+    dropped: Mapping[str, Dropped] | None = None,
+    rebuild: bool = False,
 ) -> SplitCaches:
     """The requested splits of every source; `validation` only of sources that have validation text.
 
-    `dropped`: training documents of a source to leave out.
+    `dropped`: training documents of a source to leave out. Raises `UserError` that names all caches of other data, or
+    deletes these with `rebuild`.
     """
     require_text(config, "train" if train else "validation")
+    others: list[OtherCacheError] = []
     caches = SplitCaches(
-        _find_split(config, "train", dropped or {}) if train else {},
-        _find_split(config, "validation", {}) if validation else {},
+        _find_split(config, "train", dropped or {}, others) if train else {},
+        _find_split(config, "validation", {}, others) if validation else {},
     )
+    if others and rebuild:
+        for other in others:
+            log.warning(f"{other.problem}\n  deleted, to build it again")
+            delete_cache(other.folder)
+        return find_caches(config, train, validation, dropped)
+    if others:
+        raise UserError("\n".join([*(other.problem for other in others), OtherCacheError.ADVICE]))
     if not train and not caches.validation:
         raise UserError("data: no validation text")
     if shared := shared_text(caches):
@@ -146,7 +159,10 @@ def require_text(config: DataConfig, split: str) -> None:
         )
 
 
-def _find_split(config: DataConfig, split: str, dropped: Mapping[str, Dropped]) -> dict[str, SplitCache]:
+def _find_split(
+    config: DataConfig, split: str, dropped: Mapping[str, Dropped], others: list[OtherCacheError]
+) -> dict[str, SplitCache]:
+    """The caches of a split; those of other data are added to `others`."""
     caches = {}
     for name, source in config.sources().items():
         # opening a dataset takes seconds, and is needed only once
@@ -156,7 +172,10 @@ def _find_split(config: DataConfig, split: str, dropped: Mapping[str, Dropped]) 
                 continue
             prepare_demo(source)
             is_read = split == "validation" or config.has_weight(name)
-            caches[name] = find_cache(source, split, is_read, dropped.get(name))
+            try:
+                caches[name] = find_cache(source, split, is_read, dropped.get(name))
+            except OtherCacheError as error:
+                others.append(error)
     return caches
 
 
@@ -262,7 +281,8 @@ class Build:
                     if not is_url(cache.folder):
                         remove_temporaries(cache.folder)
         for cache in caches:
-            _log_skipped(cache.write_manifest())
+            if cache.manifest is None:
+                _log_skipped(cache.write_manifest())
 
     def _build_shards(self, missing: list[tuple[SplitCache, int, ShardJob]]) -> None:
         began = time.monotonic()
@@ -287,6 +307,8 @@ class Build:
             cache, index, _ = missing[number]
             cache.add(index, info)
             done += 1
+            if not cache.missing:  # so that an error of validation, which is built first, is not found after hours
+                _log_skipped(cache.write_manifest())
         log.info(f"preprocess: {summary}")
 
 

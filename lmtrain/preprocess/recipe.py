@@ -183,10 +183,18 @@ def _refuse(folder: str, differences: list[str]) -> None:
         more = len(differences) - _DIFFERENCES_SHOWN
         shown = differences[:_DIFFERENCES_SHOWN] + ([f"and {more} more"] if more > 0 else [])
         report = "\n".join(f"  {line}" for line in shown)
-        raise UserError(
-            f"{folder}: the cache does not match this config\n{report}\n"
-            "  choose another data.cache_dir, or delete this folder to build it again"
-        )
+        raise OtherCacheError(folder, f"{folder}: the cache does not match this config\n{report}")
+
+
+class OtherCacheError(UserError):
+    """The cache in `folder` has other data than this config, as `problem` says."""
+
+    ADVICE = "  choose another data.cache_dir, or build it again with `lmtrain preprocess CONFIG --rebuild`"
+
+    def __init__(self, folder: str, problem: str):
+        super().__init__(f"{problem}\n{self.ADVICE}")
+        self.folder = folder
+        self.problem = problem
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,7 @@ from lmtrain.preprocess.hf_dataset import folder_state
 from lmtrain.preprocess.input_files import FilesMissingError
 from lmtrain.preprocess.recipe import (
     Dropped,
+    OtherCacheError,
     chat_template_of,
     check_recipe,
     check_sources,
@@ -46,6 +48,7 @@ from lmtrain.runtime.remote import remote_errors
 from lmtrain.runtime.storage import (
     FileLock,
     check_writable,
+    delete_folder,
     file_size,
     is_url,
     join,
@@ -57,6 +60,10 @@ from lmtrain.runtime.text import require_utf8_name
 
 if TYPE_CHECKING:
     from lmtrain.preprocess.write_shard import ShardJob
+
+
+# Names of the files in a cache's folder; `reference-` are log-probabilities (`lmtrain/train/start/reference.py`).
+_OWN_FILE = re.compile(r"(shard-|reference-|manifest\.json|\.building).*")
 
 
 class SplitCache(Cache):
@@ -207,6 +214,21 @@ class SplitCache(Cache):
                 save_manifest(self.folder, self.manifest)
 
 
+def delete_cache(folder: str) -> None:
+    """Delete a cache. Raises `UserError` if its folder has other files, or if another process is building it."""
+    others = [name for name in list_names(folder) if not _OWN_FILE.fullmatch(name)]
+    if others:
+        raise UserError(f"--rebuild: {folder} also holds {others[0]}, which is no file of a cache; move it away")
+    lock = None if is_url(folder) else FileLock(os.path.join(folder, ".building"))
+    if lock is not None and not lock.acquire():
+        raise UserError(f"--rebuild: {folder}: {lock.holder()} is building it")
+    try:
+        delete_folder(folder)
+    finally:
+        if lock is not None:
+            lock.release()
+
+
 def make_folder(folder: str) -> None:
     """Create a folder of `data.cache_dir`. Raises `UserError` if it cannot be created or is not writable."""
     require_utf8_name(folder, "choose another data.cache_dir")
@@ -319,10 +341,12 @@ def _check_dataset(folder: str, id: str, finished: CacheManifest) -> None:
     files, modified = folder_state(id)
     if files is None or source.get("files") is None or (source["files"], source["modified"]) == (files, modified):
         return
-    advice = "choose another data.cache_dir, or delete this folder to build it again"
     if source["files"] != files:
-        raise UserError(f"{folder}: the files of data.id {id} have changed since they were cached; {advice}")
-    log.warning(f"{folder}: files of data.id {id} were modified since they were cached; if their rows differ, {advice}")
+        raise OtherCacheError(folder, f"{folder}: the files of data.id {id} have changed since they were cached")
+    log.warning(
+        f"{folder}: files of data.id {id} were modified since they were cached; if their rows differ, choose another "
+        "data.cache_dir"
+    )
 
 
 def _with_time(shard: ShardInfo, recorded: dict[str, Any]) -> ShardInfo:

@@ -6,7 +6,7 @@ import time
 from types import TracebackType
 from typing import Any
 
-_SECONDS_BETWEEN_LINES = 5.0
+_SECONDS_BETWEEN_LINES, _MOST_SECONDS, _LINES_BEFORE = 5.0, 60.0, 20
 
 
 class Progress:
@@ -23,7 +23,7 @@ class Progress:
         self._start = start
         self._done = start
         self._began = time.monotonic()
-        self._last_line = 0.0
+        self._last_line, self._text = 0.0, ""
         self._bar: Any = None
         self._task: Any = None
 
@@ -78,8 +78,11 @@ class Progress:
     def say_rarely(self, text: str, force: bool = False) -> None:
         """Print a plain line, unless one was printed in the last few seconds."""
         now = time.monotonic()
-        if not self._quiet and (force or now - self._last_line >= _SECONDS_BETWEEN_LINES):
-            self._last_line = now
+        # fewer lines in the log of a long run
+        between = min(max(_SECONDS_BETWEEN_LINES, (now - self._began) / _LINES_BEFORE), _MOST_SECONDS)
+        is_due = now - self._last_line >= between and text != self._text
+        if not self._quiet and (force or is_due):
+            self._last_line, self._text = now, text
             # in one write: print writes the newline separately, and another thread's line may come in between
             sys.stderr.write(f"{self.label} {text}\n")
             sys.stderr.flush()

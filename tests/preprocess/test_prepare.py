@@ -222,3 +222,26 @@ def test_splits_of_a_dataset_have_any_names(tmp_path, settings):
     assert [cache.sources[0]["split"] for cache in named.all] == ["train_sft", "test_sft"]
     with pytest.raises(UserError, match=r"validation_split.*train_sft, test_sft"):
         find_caches(DataConfig(**data, split="train_sft", validation_split="tests"))
+
+
+def test_all_caches_of_other_data_are_named_at_once_and_can_be_built_again(tmp_path, settings):
+    for name in "ab":
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"text": name, "body": name * 2}) + "\n")
+
+    def config(key):
+        files = {name: {"train_urls": [f"{tmp_path}/{name}.jsonl"], "text_key": key} for name in "ab"}
+        tokenizer = settings["data"]["tokenizer"]
+        return DataConfig(configs=files, tokenizer=tokenizer, cache_dir=str(tmp_path / "cache"))
+
+    for source in config("text").sources().values():
+        build_cache(source, "train")
+    with pytest.raises(UserError) as refused:
+        find_caches(config("body"))
+    assert all(f"cache/{name}/train" in str(refused.value) for name in "ab")
+    assert str(refused.value).count("--rebuild") == 1
+    (tmp_path / "cache" / "b" / "train" / "mine.txt").touch()
+    with pytest.raises(UserError, match=r"mine\.txt"):
+        find_caches(config("body"), rebuild=True)
+    (tmp_path / "cache" / "b" / "train" / "mine.txt").unlink()
+    assert not any(cache.complete for cache in find_caches(config("body"), rebuild=True).all)
+    assert not any(cache.complete for cache in find_caches(config("text")).all)
