@@ -1,4 +1,4 @@
-"""The pages for users of nanoGPT, Levanter, MaxText and Megatron-LM: tables, programs and configs."""
+"""The pages for users of nanoGPT, Levanter, MaxText, Megatron-LM and axolotl: tables, programs and configs."""
 
 import contextlib
 import json
@@ -22,7 +22,7 @@ from lmtrain.run.config import RunConfig
 
 ROOT = Path(__file__).parent.parent
 GUIDES = ROOT / "configs" / "guide"
-PAGES = ["from_nanogpt.md", "from_levanter.md", "from_maxtext.md", "from_megatron.md"]
+PAGES = ["from_nanogpt.md", "from_levanter.md", "from_maxtext.md", "from_megatron.md", "from_axolotl.md"]
 DEFAULTS: dict[str, set[str]] = {}
 for _group in describe(RunConfig):
     for _setting in _group.settings:
