@@ -15,7 +15,6 @@ USED = {
     },
     "tracking/jit_log.py": {"_context"},
     "preprocess/executor.py": {"_processes"},
-    "commands/arguments.py": {"_actions"},
     "models/attention/cudnn_packed.py": {"jax._src.cudnn"},
 }
 

@@ -91,7 +91,7 @@ def settings_page() -> str:
     for group in describe(RunConfig):
         if not any(group.section.startswith(f"{shared}.") for shared in SHARED):
             by_title.setdefault(group.title, []).append(group)
-    contents = ", ".join(f"[{_heading(title)}](#{_anchor(title)})" for title in by_title if "." not in title)
+    contents = "\n".join(f"* [{_heading(title)}](#{_anchor(title)})" for title in by_title)
     sections = [_section(title, groups) for title, groups in by_title.items()]
     return "\n".join(
         [INTRO.format(contents=contents, roles=_table(("role", "meaning"), list(ROLES.items()))), *sections]

@@ -50,12 +50,25 @@ class Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """Parse, and refuse names, paths and URLs that cannot be meant."""
-        flags = {canonical(flag): flag for action in self._actions for flag in action.option_strings}
+        flags = {canonical(flag): flag for flag in self.flags}
         given = [argument.partition("=") for argument in (sys.argv[1:] if args is None else args)]
         args = [flags.get(canonical(name), name) + equals + value for name, equals, value in given]
         parsed, rest = super().parse_known_args(args, namespace)
-        _check_texts(self, parsed)
+        self._check_texts(parsed)
         return parsed, rest
+
+    @property
+    def flags(self) -> list[str]:
+        """All flags, in every spelling."""
+        return [flag for action in self._actions for flag in action.option_strings]
+
+    def _check_texts(self, arguments: Any) -> None:
+        """Raise `UserError` for a name, path or URL that cannot be meant."""
+        for action in self._actions:
+            values = getattr(arguments, action.dest, None)
+            for text in values if isinstance(values, list) else [values]:
+                if action.metavar not in _TEXTS and isinstance(text, str) and (problem := problem_of_text(text)):
+                    raise UserError(f"{'/'.join(action.option_strings) or action.metavar}: {problem}")
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}\n{self.format_usage().rstrip()}")
@@ -70,15 +83,6 @@ class _Help(argparse.Action):
             text += ("" if values else "\n") + format_settings(describe(RunConfig), values or SECTIONS)
         print(text, end="")
         parser.exit()
-
-
-def _check_texts(parser: Parser, arguments: Any) -> None:
-    """Raise `UserError` for a name, path or URL that cannot be meant."""
-    for action in parser._actions:
-        values = getattr(arguments, action.dest, None)
-        for text in values if isinstance(values, list) else [values]:
-            if action.metavar not in _TEXTS and isinstance(text, str) and (problem := problem_of_text(text)):
-                raise UserError(f"{'/'.join(action.option_strings) or action.metavar}: {problem}")
 
 
 def parse_run(
@@ -98,7 +102,7 @@ def parse_run(
         "--config_path", "--config", dest="config_flags", action="append", metavar="CONFIG", help="CONFIG as a flag"
     )
     parser.usage = parser.format_usage().removeprefix("usage: ").rstrip() + " [--section.field VALUE ...]"
-    own_flags = [flag for action in parser._actions for flag in action.option_strings]
+    own_flags = parser.flags
     rest, overrides = split_overrides(argv, own_flags)
     synonyms = _SYNONYMS | _short_names(short_for)
     overrides = [(synonyms.get(name, name), value) for name, value in overrides]

@@ -71,7 +71,7 @@ def _start(run: Run, began: float) -> int:
     start_console_log(processes)
     with ending_for_all(processes):
         run = resolve_hf(run)
-        check_services(run.config, processes)
+        check_services(run, processes)
         log.info(f"run {run.id}")
         open_log(run, processes)
         with errors_in_files() if processes.count == 1 else nullcontext():  # of several, each ends with a log of it

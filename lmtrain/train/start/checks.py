@@ -18,16 +18,15 @@ def check_settings(run: Run) -> None:
     """Raise `UserError` for settings that are refused without a connection to other processes."""
     config = run.config
     require_secrets(run.loaded, trains=True)
-    if config.lora is None and "lora" in run.loaded.tree.data:
-        log.warning("lora: is null, so all parameters are trained; lora: {} trains adapters with the defaults")
     if config.lora is not None and not list_checkpoints(run.checkpoints):  # a run that resumes ignores it
         check_adapter_config(config.lora)
     if config.eval_harness is not None:
         check_benchmarks(config.eval_harness)
 
 
-def check_services(config: RunConfig, processes: Processes) -> None:
+def check_services(run: Run, processes: Processes) -> None:
     """Raise `UserError` for trackers and uploads that cannot work here; warn of settings that may be mistakes."""
+    config = run.config
     if processes.is_first:
         check_trackers(config.trainer.tracker)
         if config.hf_upload is not None:
@@ -36,6 +35,8 @@ def check_services(config: RunConfig, processes: Processes) -> None:
             check_upload(config.hf_upload)
     for text in without_effect(config).values():
         log.warning(text)
+    if config.lora is None and "lora" in run.loaded.tree.data:
+        log.warning("lora: is null, so all parameters are trained; lora: {} trains adapters with the defaults")
 
 
 def check_before_data(run: Run, data_identity: str, processes: Processes) -> None:

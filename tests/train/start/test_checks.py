@@ -1,11 +1,13 @@
 """Checks at the start of a run, and the number of steps that the data allows."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
 from lmtrain.config.load import LoadedConfig
+from lmtrain.config.tree import ConfigTree
 from lmtrain.data.caches import Caches
 from lmtrain.run.config import RunConfig
 from lmtrain.run.run import Run
@@ -16,11 +18,14 @@ from lmtrain.train.start.checks import check_before_data, check_services, check_
 
 
 def test_trackers_are_checked_by_the_first_process_only(caplog):
-    custom = RunConfig.model_validate({"trainer": {"tracker": {"type": "nowhere.at_all.Tracker"}}})
+    custom = run_of(trainer={"tracker": {"type": "nowhere.at_all.Tracker"}})
     with pytest.raises(UserError, match="nowhere"):
         check_services(custom, ALONE)
     check_services(custom, Processes(1, 2))
-    check_services(RunConfig.model_validate({"trainer": {"tracker": []}, "lora": None}), ALONE)
+    plain = run_of(trainer={"tracker": []}, lora=None)  # as all settings are set that a base resolves
+    check_services(plain, ALONE)
+    assert caplog.messages == []
+    check_services(Run(replace(plain.loaded, tree=ConfigTree({"lora": None})), "one"), ALONE)
     (warning,) = caplog.messages
     assert warning.startswith("lora: is null, so all parameters are trained")
 
