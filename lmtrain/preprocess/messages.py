@@ -71,7 +71,7 @@ _PARTS_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*["'](type|text|image_url)["']\s*:""
 # Where a content starts to think; some models have other tags.
 _THINKING = re.compile(r"</?(think|thinking|reasoning)>|<\|?/?begin_of_thought\|?>")
 # A shorter text may well stand in another one.
-_WORDS_OF_INPUT = 4
+_WORDS_OF_INPUT, _WORDS_OF_REASONING = 4, 8
 # Keys of a part of a content that are read.
 _OF_PARTS = ("type", "text", *MARKS)
 # Other names of roles.
@@ -392,7 +392,7 @@ def _checked(message: dict[str, Any], number: int) -> dict[str, Any]:
     if "content" not in message and not kept.get("tool_calls"):
         raise BadRecordError(f"message {number} has no content (it has {listed_keys(kept)})")
     content, thoughts = str(kept.get("content") or ""), [str(kept[name]) for name in REASONING if kept.get(name)]
-    is_written = any(len(text.split()) >= _WORDS_OF_INPUT and is_inside(text, (content,)) for text in thoughts)
+    is_written = any(len(text.split()) >= _WORDS_OF_REASONING and is_inside(text, (content,)) for text in thoughts)
     if thoughts and (is_written or _THINKING.search(content) or END_OF_THINKING in "".join(thoughts)):
         raise BadRecordError(
             f"message {number} has reasoning in 'content' and under another key, and both would be written; keep one "

@@ -65,6 +65,7 @@ QA = {"type": "completion"}
 NAMED = PAIR | {"chosen_field": "response_1", "rejected_field": "response_2"}
 ANSWERS = {"prompt": "p ", "response_1": "g", "response_2": "b"}
 CALL = {"name": "f", "arguments": {}}
+THOUGHT = "It may be so, since they said it is."
 THREAD = [user("q"), reply("mid"), user("r")]
 
 
@@ -131,8 +132,8 @@ def test_a_prompt_is_read_once_however_often_it_is_written(read, format, record,
         (CHAT, {"messages": [system('Use {"name": "f"}'), user("q"), reply("a")], "tools": [{"name": "f"}]}, "'tools'"),
         *((CHAT, {"messages": [user("q"), reply("a")], "prompt": value}, "'prompt'") for value in (
             ["In French.", "q"], user("In French."), {"text": "In French."}, 3)),
-        *((CHAT, {"messages": [user("q"), reply(text, reasoning_content="I think so, yes")]}, "reasoning") for text in (
-            "I think so, yes\n\na", "<thinking>x</thinking>a", "<think>x\na")),
+        *((CHAT, {"messages": [user("q"), reply(text, reasoning_content=THOUGHT)]}, "reasoning") for text in (
+            f"{THOUGHT}\n\na", "<thinking>x</thinking>a", "<think>x\na")),
         (CHAT, {"messages": [user("q"), reply("a", reasoning_content="R</think>")]}, "reasoning"),
         (CHAT, {"messages": [user("q"), reply("a")], "reasoning": "off"}, "chat_template_kwargs"),
         *((CHAT, {"messages": messages}, "empty") for messages in (
