@@ -6,7 +6,7 @@ import gzip
 import io
 import lzma
 import zlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import IO, Any
 
 from lmtrain.preprocess.formats import READERS, RecordLimit, UnreadableError
@@ -32,6 +32,8 @@ from lmtrain.runtime.storage import is_url
 
 _BAD_RECORDS_SHOWN = 10
 _KEYS_SHOWN = 20
+# Equal ids at the end of a row that are probably padding.
+_PADDING = 16
 _CHUNK_BYTES = 1 << 22
 _LONG_WINDOW = "Frame requires too much memory"
 
@@ -50,12 +52,21 @@ def _advise_on_text(keys: Collection[str]) -> str:
     return "set --text_key to the key"
 
 
-def not_read(keys: Sequence[str], of_tokens: bool) -> str:
-    """The warning about keys of records, or of rows of token ids, that are not read."""
+def _ends_padded(document: TokenizedText) -> bool:
+    """Whether a row ends with padding that is learned."""
+    ids, targets = document.ids[-_PADDING:], document.targets
+    is_learned = targets is None or bool(targets[-_PADDING:].all())
+    return len(document.ids) > _PADDING and is_learned and bool((ids == ids[0]).all())
+
+
+def not_read(keys: Sequence[str], document: Document | None) -> str:
+    """The warning about keys of records that are not read, in which a `document` was found."""
     listed = ", ".join(map(repr, keys[:_KEYS_SHOWN])) + (", ..." if len(keys) > _KEYS_SHOWN else "")
+    if isinstance(document, str):
+        return f"keys that are not read next to texts: {listed}; set data.format to read them"
     advice = (
         "name one that says which tokens are targets labels or loss_mask"
-        if of_tokens
+        if isinstance(document, TokenizedText)
         else "write what belongs to a prompt or a reply into its text, and name the other ones in "
         "data.format.ignored_fields"
     )
@@ -88,7 +99,8 @@ class DocumentReader:
         self._equal: list[int] = []  # numbers of records
         self._repeated: list[int] = []
         self._passed_over: dict[str, None] = {}  # keys, in the order in which they were found
-        self._of_tokens = False
+        self._first: Document | None = None
+        self._padded: list[int] = []
         self._source = source
         self._reader = reader
         self._skip_bad = skip_bad
@@ -130,7 +142,8 @@ class DocumentReader:
             try:
                 document = read_document(self._reader, record)
                 self.documents += 1
-                if isinstance(document, InstructionText | AnswerPair | TokenizedText):
+                is_first = self.documents == 1 and isinstance(record, Mapping)  # of texts, which have to be read fast
+                if is_first or isinstance(document, InstructionText | AnswerPair | TokenizedText):
                     self._notice(number, record, document)
                 if self._keep(document):
                     yield number, document
@@ -157,13 +170,15 @@ class DocumentReader:
                 "prompt from the answers, or, of preferences, the key of the prompt"
             )
 
-    def _notice(self, number: int, record: Any, document: InstructionText | AnswerPair | TokenizedText) -> None:
+    def _notice(self, number: int, record: Any, document: Document) -> None:
         for name, value in record.items():
             is_new = name not in self._passed_over and value not in (None, "", [], {})
             if is_new and self._reader.passes_over(name, value):
                 self._passed_over[name] = None
-        self._of_tokens = isinstance(document, TokenizedText)
-        if isinstance(document, TokenizedText):
+        self._first = document if self._first is None else self._first
+        if isinstance(document, TokenizedText) and _ends_padded(document):
+            self._padded.append(number)
+        if not isinstance(document, InstructionText | AnswerPair):
             return
         if document.repeats_prompt:
             self._repeated.append(number)
@@ -186,13 +201,14 @@ class DocumentReader:
         noticed = (
             (self._equal, "{} pairs of equal answers are left out"),
             (self._repeated, f"{{}} of {self.documents:,} answers start with their prompt"),
+            (self._padded, f"{{}} of {self.documents:,} rows end with {_PADDING} equal ids: add an attention_mask"),
         )
         found = [
             f"{self.place(numbers[0])}: {text.format(f'{len(numbers):,}')}; this is the first"
             for numbers, text in noticed
             if numbers
         ]
-        more = not_read(self.passed_over, self._of_tokens) if self._passed_over else ""
+        more = not_read(self.passed_over, self._first) if self._passed_over else ""
         return found + ([f"{self._source.label}: {more}"] if more else [])
 
     def _records_of_file(self) -> Iterator[Record]:

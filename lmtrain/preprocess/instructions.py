@@ -15,6 +15,7 @@ from lmtrain.preprocess.messages import (
     REASONING,
     Conversation,
     are_messages,
+    check_reply,
     conversations_of,
     find_key,
     is_markup,
@@ -58,7 +59,7 @@ _OF_CALLS = ("id", "type", "index", "function", "name", "arguments")
 # Characters before a prompt that an answer repeats after the text of a template.
 _PREAMBLE = 1000
 # A shorter question, such as "Hello", may well start its answer.
-_WORDS_OF_QUESTION = 4
+_WORDS_OF_QUESTION = 3
 
 Span = tuple[int, int]
 
@@ -291,6 +292,7 @@ class Completions:
         refuse_others_of(conversations_of(record), CONVERSATIONS, keys, (prompt, completion))
         if is_blank(completion):
             raise BadRecordError(f"{self.output_field!r} is empty")
+        check_reply(completion, f"{self.output_field!r} ")
         if all(text.lstrip().startswith('["') and isinstance(parsed_json(text), list) for text in (prompt, completion)):
             raise BadRecordError(f"{keys[0]!r} and {keys[1]!r} are JSON lists of texts; write them as texts")
         before = prompt + self.separate_with
@@ -309,8 +311,8 @@ def repeats(answer: str, prompt: str) -> bool:
     text = " ".join(unicodedata.normalize("NFC", answer[: 4 * len(prompt) + _PREAMBLE]).split())
     before, found, after = text.partition(words) if words else ("", "", "")
     is_cut = words[-1:].isalnum() and after[:1].isalnum()
-    is_whole = len(words.split()) >= 2 * _WORDS_OF_QUESTION and before.endswith((": ", "] ", "> "))
-    return bool(found) and not is_cut and (is_markup(before) or is_whole)
+    is_turn = len(words.split()) >= _WORDS_OF_QUESTION and is_markup(" ".join(before.split()[-1:]))
+    return bool(found) and not is_cut and (is_markup(before) or is_turn)
 
 
 def _are_written(messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, text: str) -> bool:
@@ -436,8 +438,9 @@ def _leaves(value: Any) -> list[str]:
 def _reasoning(message: Mapping[str, Any]) -> list[str]:
     """The texts of a message that the model thinks before its reply."""
     content = str(message.get("content") or "") if message["role"] == ASSISTANT else ""
-    before = content.rpartition(END_OF_THINKING)[0].rpartition("<think>")[2]
-    return [text.strip() for text in (before, *(part for name in REASONING for part in _strings(message.get(name))))]
+    before = content.rpartition(END_OF_THINKING)[0].split("<think>")
+    thoughts = [*before, *(part for name in REASONING for part in _strings(message.get(name)))]
+    return [text.strip() for text in thoughts]
 
 
 def _function(call: Any) -> Mapping[str, Any]:

@@ -62,12 +62,14 @@ _ALPACA = (_INSTRUCTION, _INPUT, _OUTPUT)
 _PROMPT, _COMPLETION = "prompt", "completion"
 # Texts that were made of messages have some of these words, and no others, between theirs.
 _MARKUP = {"a", "ai", "answer", "assistant", "bot", "gpt", "human", "input", "instruction", "prompter", "q", "question"}
-_MARKUP |= {"response", "system", "user"}
+_MARKUP |= {"response", "system", "user", "prompt", "query", "problem", "task"}
 _TAG, _WORD = re.compile(r"<[^<>]*>|\[/?[A-Z]+\]|#+"), re.compile(r"\w+")
 # Messages as text of Python, such as pandas writes into CSV.
 _REPR = re.compile(r"\s*\[?\s*\{'(role|from|content|value)'")
 # Parts of a content as JSON text.
 _PARTS_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*["'](type|text|image_url)["']\s*:""")
+# Missing values as text.
+_MISSING = ("nan", "NaN", "<NA>")
 # Where a content starts to think; some models have other tags.
 _THINKING = re.compile(r"</?(think|thinking|reasoning)>|<\|?/?begin_of_thought\|?>")
 # A shorter text may well stand in another one.
@@ -297,6 +299,7 @@ def _check_turns(messages: list[dict[str, Any]]) -> None:
 def _from_alpaca(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     texts = {name: checked_text(record.get(name) or "", name) for name in _ALPACA}
     instruction, own = texts[_INSTRUCTION], texts[_INPUT]
+    check_reply(own, f"{_INPUT!r} ")
     is_repeated = len(own.split()) >= _WORDS_OF_INPUT and is_inside(own, (instruction,))
     asked = "\n\n".join(text for text in (instruction, "" if is_repeated else own) if not is_blank(text))
     return [{"role": "user", "content": asked}, {"role": ASSISTANT, "content": texts[_OUTPUT]}]
@@ -358,6 +361,8 @@ def _checked(message: dict[str, Any], number: int) -> dict[str, Any]:
     """A message without null values, as transformers passes it to templates: many would write "None"."""
     if message.get("role") is not None and message.get("from") is not None:
         raise BadRecordError(f"message {number} has 'role' and 'from'; keep one of them")
+    if message.get("from") is not None and message.get("content") not in (None, "", message.get("value")):
+        raise BadRecordError(f"message {number} has 'value' and 'content'; keep one of them")
     if message.get("role") is None and message.keys() >= {"from", "value"}:
         message = {**message, "role": message["from"], "content": message["value"]}
         message = {name: value for name, value in message.items() if name not in ("from", "value")}
@@ -387,8 +392,10 @@ def _checked(message: dict[str, Any], number: int) -> dict[str, Any]:
         raise BadRecordError(
             f"message {number}: content is {type(kept['content']).__name__}, not text or a list of text parts"
         )
-    elif _PARTS_AS_TEXT.match(kept.get("content", "")):
-        raise BadRecordError(f"message {number}: content is a list of parts as JSON text; write the list itself")
+    elif kept["role"] == ASSISTANT and not kept.get("tool_calls"):
+        check_reply(kept.get("content", ""), f"message {number}: content ")
+    elif _PARTS_AS_TEXT.match(kept.get("content", "")) or kept.get("content", "").strip() in _MISSING:
+        check_reply(kept["content"], f"message {number}: content ")
     if "content" not in message and not kept.get("tool_calls"):
         raise BadRecordError(f"message {number} has no content (it has {listed_keys(kept)})")
     content, thoughts = str(kept.get("content") or ""), [str(kept[name]) for name in REASONING if kept.get(name)]
@@ -415,6 +422,19 @@ def _checked(message: dict[str, Any], number: int) -> dict[str, Any]:
     return kept
 
 
+def check_reply(text: str, place: str) -> None:
+    """Raise `BadRecordError` for a reply that is cut off, is a missing value as text, or a list of parts as text."""
+    thinks, ends = text.rfind("<think>"), text.rfind(END_OF_THINKING)
+    if thinks > ends:
+        raise BadRecordError(f"{place}has reasoning without an end; leave such a record out")
+    if ends >= 0 and is_blank(text[ends + len(END_OF_THINKING) :]):
+        raise BadRecordError(f"{place}has reasoning without a reply; leave such a record out")
+    if text.strip() in _MISSING:
+        raise BadRecordError(f"{place}is {text.strip()!r}, as pandas writes a missing value")
+    if _PARTS_AS_TEXT.match(text):
+        raise BadRecordError(f"{place}is a list of parts as JSON text; write the list itself, or the text")
+
+
 def _calls(value: Any, place: str) -> list[Any]:
     """Tool calls with their arguments as maps, as templates expect them: OpenAI writes them as JSON text."""
     listed = parsed(value, f"{place}tool_calls") or []
@@ -428,14 +448,12 @@ def _call(call: Any, place: str) -> Any:
         raise BadRecordError(f"{place}'tool_calls' has {type(call).__name__}, not maps with name and arguments")
     if isinstance(call.get("function"), dict):
         return {**call, "function": _call(call["function"], place)}
-    if "function" in call or not isinstance(call.get("name", ""), str):
-        raise BadRecordError(f"{place}'tool_calls' has a call whose function is no map with name and arguments")
+    if "function" in call or not isinstance(call.get("name"), str) or not call["name"]:
+        raise BadRecordError(f"{place}'tool_calls' has a call without a function of a name and a map of arguments")
     if other := [
         name for name in ("args", "parameters", "input", "custom") if name in call and "arguments" not in call
     ]:
         raise BadRecordError(f"{place}'tool_calls' has a call with {other[0]!r}; write it as 'arguments', a map")
-    if "name" not in call:
-        return call
     arguments = parsed(call.get("arguments"), f"{place}arguments")
     if isinstance(arguments, list) and all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in arguments):
         arguments = dict(arguments)  # a map of Arrow

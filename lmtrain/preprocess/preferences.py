@@ -23,6 +23,7 @@ from lmtrain.preprocess.messages import (
     as_messages,
     check_messages,
     check_prompt,
+    check_reply,
     conversations_of,
     repeated_in,
     spoken,
@@ -131,6 +132,8 @@ class Preferences:
             )
         if empty := [key for key, text in zip(self._fields[1:], texts, strict=True) if is_blank(text)]:
             raise BadRecordError(f"{empty[0]!r} is empty")
+        for key, text in zip(self._fields[1:], texts, strict=True):
+            check_reply(text, f"{key!r} ")
         refuse_others(record, (*self._fields, *SYSTEM, TOOLS, FUNCTIONS, *CONTEXT))
         _refuse_ranks(record, self._fields)
         refuse_context(record, self._fields, (prompt,), texts)

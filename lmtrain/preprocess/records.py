@@ -85,6 +85,8 @@ Record = tuple[int, Any]
 _CHAT_SHAPES = ({"messages"}, {"conversations"}, {"instruction", "output"})
 COMPLETION = {"prompt", "completion"}
 PREFERENCE = {"chosen", "rejected"}
+# Keys of instructions, which may stand next to a text that was made of them.
+_INSTRUCTIONS = {"messages", "conversations", "completion", "chosen", "rejected"}
 READ_CHATS = "data.format: {type: chat} to read conversations"
 READ_COMPLETIONS = "data.format: {type: completion} to read prompts with completions"
 READ_PREFERENCES = "data.format: {type: preference} to read pairs of answers"
@@ -128,7 +130,7 @@ class Texts:
         return key == self.key
 
     def passes_over(self, key: str, value: Any = None) -> bool:
-        return False
+        return key in _INSTRUCTIONS and key != self.key
 
     def check_keys(self, keys: Collection[str]) -> None:
         if self.key not in keys:

@@ -25,7 +25,7 @@ from lmtrain.hf.tokenizer import Tokenizer
 from lmtrain.preprocess.documents import not_read
 from lmtrain.preprocess.recipe import chat_template_of, check_special_tokens
 from lmtrain.preprocess.record_reader import open_documents
-from lmtrain.preprocess.records import AnswerPair, InstructionText, TokenizedText
+from lmtrain.preprocess.records import AnswerPair, InstructionText
 from lmtrain.preprocess.sources import AnySource, list_sources
 from lmtrain.preprocess.token_sources import TokenSource, documents_in_place
 from lmtrain.preprocess.tokenize import can_split, tokenize
@@ -115,7 +115,7 @@ def _documents_of(source: AnySource, config: DataConfig, tokenizer: Tokenizer) -
             notes += ("an answer of this document starts with its prompt, which is written twice and learned",)
         if new := [key for key in reader.passed_over if key not in noticed]:
             noticed.update(new)
-            notes += (not_read(new, isinstance(document, TokenizedText)),)
+            notes += (not_read(new, document),)
         if reader.left_out > left_out:
             notes += (f"{counted(reader.left_out - left_out, 'pair')} of equal answers before it are left out",)
             left_out = reader.left_out

@@ -62,6 +62,8 @@ def split_document(text: str, piece: int = _PIECE_CHARACTERS) -> list[str]:
     return [*pieces, text[start:]]
 
 
+# What templates write after a reply.
+_ENDS_OF_TURNS = ("</s>", "<|eot_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<end_of_turn>", "<|end_of_text|>")
 # Characters to encode in one call; encodings take 100 times the memory of their text.
 _GROUP_CHARACTERS = 2_000_000
 
@@ -71,7 +73,8 @@ class TokenBatch(NamedTuple):
     which tokens are targets, bool [tokens], and the numbers of documents whose contents spell a special token, without
     targets, with something that the template does not write, with reasoning that it does not write, with something of
     the assistant outside of its marks, and without a special token among their targets. `empty`: texts without a
-    token. `doubled`: documents whose text has the EOS or BOS token that is added to it."""
+    token. `doubled`: documents whose text has the EOS or BOS token that is added to it. `foreign`: documents with a
+    content that ends with the end of a turn of another tokenizer."""
 
     tokens: np.ndarray
     lengths: np.ndarray
@@ -84,6 +87,7 @@ class TokenBatch(NamedTuple):
     endless: int = 0
     empty: int = 0
     doubled: int = 0
+    foreign: int = 0
 
     def only(self, kept: np.ndarray) -> "TokenBatch":
         """The documents of `kept`, bool [documents]. The other counts stay those of all documents."""
@@ -208,6 +212,7 @@ def _tokenize_instructions(
         doubled += (bool(after) and encoding.ids[-1:] == after) or (bool(before) and encoding.ids[:1] == before)
         targets.append(np.concatenate([np.zeros(len(before), bool), inside, np.ones(len(after), bool)]))
     special = tokenizer.special_tokens.values()
+    foreign = tuple(token for token in _ENDS_OF_TURNS if tokenizer.parsing_backend.token_to_id(token) is None)
     final = {tokenizer.eos_id, *tokenizer.special_tokens}
     return TokenBatch(
         tokens=np.concatenate(ids),
@@ -223,6 +228,7 @@ def _tokenize_instructions(
             for document, own, part in zip(documents, ids, targets, strict=True)
         ),
         doubled=doubled,
+        foreign=sum(any(text.rstrip().endswith(foreign) for text in document.contents) for document in documents),
     )
 
 

@@ -38,7 +38,8 @@ def read(folder, tmp_path):
         found = []
         for _, document in reader:
             for one in (document.chosen, document.rejected) if isinstance(document, AnswerPair) else (document,):
-                found.append((one, "".join(one.text[start:end] for start, end in one.targets)))
+                targets = () if isinstance(one, str) else one.targets
+                found.append((one, "".join(one.text[start:end] for start, end in targets)))
         return found, reader.warnings
 
     return reading
@@ -145,6 +146,14 @@ def test_a_prompt_is_read_once_however_often_it_is_written(read, format, record,
         *((PAIR, {"chosen": f"\n\nHuman: {a}\n\nAssistant: Me.", "rejected": f"\n\nHuman: {b}\n\nAssistant:{c}"}, "an")
           for a, b, c in (("Who is it?", "Why?", " You."), ("Who?", "Who?", ""))),
         (PAIR, {"prompt": "p", "chosen": "r", "rejected": "r\n"}, "equal"),
+        *((QA, {"prompt": "Name a sea.", "completion": f"{before}Name a sea. Red"}, "twice") for before in (
+            "<s>[INST] <<SYS>>\nBe kind.\n<</SYS>>\n\n", "system\nBe kind.\nuser\n", "Do it.\n\n### Instruction:\n")),
+        *((QA, {"prompt": "p", "completion": text}, "reasoning") for text in ("<think>So 7", "<think>So</think>\n\n")),
+        *((CHAT, {"messages": [user("q"), reply(text)]}, "reasoning") for text in ("<think>So 7", "<think>So</think>")),
+        (PAIR, {"prompt": "p", "chosen": '[{"type": "text", "text": "g"}]', "rejected": "b"}, "JSON"),
+        (CHAT, {"conversations": [{"from": "human", "value": "raw", "content": "clean"}, reply("a")]}, "'value'"),
+        (CHAT, {"messages": [user("q"), reply(None, tool_calls=[{"function": {"arguments": {}}}])]}, "name"),
+        *((CHAT, {"instruction": "q", "input": own, "output": out}, "nan") for own, out in (("nan", "a"), ("", "nan"))),
         *((CHAT, {"messages": THREAD, name: value}, f"'{name}'") for name, value in (
             ("Response", "x"), ("ideal", ["x"]), ("message", reply("x")), ("chosen", {"from": "gpt", "value": "x"}))),
         *((QA, {"prompt": "p", "completion": "c", name: "old"}, f"'{name}'") for name in (
@@ -178,6 +187,19 @@ def test_keys_that_are_not_read_are_named_in_one_warning_unless_they_are_ignored
     [warning] = read(CHAT, {"messages": messages, **others})[1]
     assert all(f"'{key} of messages'" in warning for key in OF_MESSAGES)
     assert all(f"'{key}'" in warning for key in others)
+
+
+def test_text_before_the_reasoning_that_the_template_drops_is_counted(read):
+    template = "{% for m in messages %}{{ m.role }} {{ m.content.split('</think>')[-1].strip() }}\n{% endfor %}"
+    for content, has_all in (("Well. <think>hm</think> A", False), ("A", True)):
+        chat = {"messages": [user("q"), reply(content)]}
+        [(document, _)], _ = read(CHAT | {"chat_template": template, "loss_on": "all"}, chat)
+        assert document.has_reasoning == has_all
+
+
+def test_texts_next_to_instructions_are_named_once(read):
+    [_, _], [warning] = read({"type": "text"}, *[{"text": "t", "messages": [user("q")], "url": "u"}] * 2)
+    assert ("'messages'" in warning, "'url'" in warning) == (True, False)
 
 
 def test_values_of_other_types_are_not_passed_over(read):

@@ -129,6 +129,14 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
+def test_rows_that_end_with_padding_without_a_mask_are_counted(folder):
+    rows = [{"input_ids": [*IDS, *[0] * 30]}, {"input_ids": [*IDS, *[0] * 30], "attention_mask": [1] * 4 + [0] * 30}]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    reader = DocumentReader(describe_source("rows.jsonl"), READER)
+    list(reader)
+    assert ["1 of 2 rows" in warning and "attention_mask" in warning for warning in reader.warnings] == [True]
+
+
 def test_keys_of_rows_that_are_not_read_are_named(folder):
     (folder / "rows.jsonl").write_text(json.dumps({"input_ids": IDS, "attention_mask": [1] * 4, "train": False}) + "\n")
     reader = DocumentReader(describe_source("rows.jsonl"), READER)

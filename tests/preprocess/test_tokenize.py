@@ -71,9 +71,10 @@ def test_documents_that_spell_special_tokens_and_those_that_get_a_second_one_are
     completion = DataConfig(format={"type": "completion"})
     texts = [
         InstructionText(text=text, targets=((1, len(text)),), contents=(text,), is_plain=True)
-        for text in ("ab<|endoftext|>", "ab")
+        for text in ("ab<|endoftext|>", "ab", "ab<|eot_id|>\n")
     ]
-    assert tokenize(texts, tokenizer, completion).doubled == 1
+    batch = tokenize(texts, tokenizer, completion)
+    assert (batch.doubled, batch.foreign) == (1, 1)
 
 
 def test_no_documents_give_no_tokens(folder):
