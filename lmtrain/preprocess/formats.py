@@ -75,7 +75,9 @@ def read_jsonl(file: IO[bytes], reader: RecordReader, limit: RecordLimit) -> Ite
             record = _parsed(line)
             if line.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
                 reason = record if isinstance(record, BadRecordError) else no_object(reader)
-                record = BadRecordError(f"{reason}; it looks like a JSON array: name the file .json")
+                is_chat = isinstance(record, list) and any(isinstance(m, dict) and "role" in m for m in record)
+                advice = 'write {"messages": [...]}' if is_chat else "it looks like a JSON array: name the file .json"
+                record = BadRecordError(f"{reason}; {advice}")
             yield number, record
 
 

@@ -156,7 +156,8 @@ class Rendering:
             spans: tuple[Span, ...] = ((0, len(self.text)),)
         elif not self._marked:
             wanted = turns[-1:] if loss_on == "last" else turns
-            spans = tuple(self._turn(number) for number in wanted if self._marks[number] is not False)
+            other = "conversations that end with a reply" if loss_on == "last" else "loss_on: last"
+            spans = tuple(self._turn(number, other) for number in wanted if self._marks[number] is not False)
             self._refuse_others("".join(self.text[start:end] for start, end in spans))
             return spans
         elif loss_on == "last" and len(turns) > 1:
@@ -196,11 +197,11 @@ class Rendering:
         start = self._end(self._render(self._messages[:number]).text, number - 1, "loss_on: assistant")
         return tuple(span for span in self._marked if span[0] >= start)
 
-    def _turn(self, number: int) -> Span:
+    def _turn(self, number: int, alternative: str) -> Span:
         """The part that the template writes for the assistant's message `number` (from 0), after its header."""
         through = self._render(self._messages[: number + 1]).text
         start = self._start_of_first(through) if number == 0 else len(self._prompt(number, through))
-        return start, self._end(through, number, "loss_on: last")
+        return start, self._end(through, number, alternative)
 
     def _prompt(self, number: int, through: str) -> str:
         """The text up to the header of message `number`, inclusive. `through` is the text up to the message's end."""
@@ -367,8 +368,8 @@ def _are_contents_written(messages: Sequence[tuple[str, str]], text: str) -> boo
         if text.count(content) < times:
             ends = [text.find(other, start) for _, other in messages[number + 1 : number + 2]]
             own = text[start : max(start, *ends, 0) if ends else len(text)]
-            is_result = role in ("tool", "function")
-            if not (is_result and all(_is_written(leaf, own) for leaf in _leaves(parsed_json(content)))):
+            leaves = _leaves(parsed_json(content)) if role in ("tool", "function") else []
+            if not leaves or not all(_is_written(leaf, own) for leaf in leaves):
                 return False
         else:
             start = max(start, text.find(content, start) + len(content))

@@ -217,7 +217,9 @@ class Preferences:
 def _refuse_ranks(record: Mapping[str, Any], read: Sequence[str]) -> None:
     """Raise `BadRecordError` for keys that say which answer is better, such as winner_model_b."""
     for name, value in record.items():
-        if name not in read and _RANK.search(name) and value not in (None, ""):
+        # 0 or 1 next to answers of any name says which is better; next to chosen, that the pair is right
+        is_number = name.lower() in ("label", "labels") and value in (0, 1) and read[1] != "chosen"
+        if name not in read and (_RANK.search(name) or is_number) and value not in (None, ""):
             raise BadRecordError(
                 f"{name!r} is not read: {read[1]!r} has the better answer of each record; write it there, or add the "
                 "key to data.format.ignored_fields"

@@ -110,7 +110,7 @@ def _documents_of(source: AnySource, config: DataConfig, tokenizer: Tokenizer) -
     left_out, noticed = 0, set[str]()
     for number, document in reader:
         batch = tokenize([document], tokenizer, config, split_long)
-        notes = tuple(text.format("this document") for name, text in WARNINGS.items() if getattr(batch, name))
+        notes = tuple(text.format("1 of 1 documents") for name, text in WARNINGS.items() if getattr(batch, name))
         if isinstance(document, InstructionText | AnswerPair) and document.repeats_prompt:
             notes += ("an answer of this document starts with its prompt, which is written twice and learned",)
         if new := [key for key in reader.passed_over if key not in noticed]:

@@ -74,7 +74,8 @@ class TokenBatch(NamedTuple):
     targets, with something that the template does not write, with reasoning that it does not write, with something of
     the assistant outside of its marks, and without a special token among their targets. `empty`: texts without a
     token. `doubled`: documents whose text has the EOS or BOS token that is added to it. `foreign`: documents with a
-    content that ends with the end of a turn of another tokenizer."""
+    content that ends with the end of a turn of another tokenizer. `listed`: completions that are lists of texts in
+    JSON."""
 
     tokens: np.ndarray
     lengths: np.ndarray
@@ -88,6 +89,7 @@ class TokenBatch(NamedTuple):
     empty: int = 0
     doubled: int = 0
     foreign: int = 0
+    listed: int = 0
 
     def only(self, kept: np.ndarray) -> "TokenBatch":
         """The documents of `kept`, bool [documents]. The other counts stay those of all documents."""
@@ -228,6 +230,7 @@ def _tokenize_instructions(
             for document, own, part in zip(documents, ids, targets, strict=True)
         ),
         doubled=doubled,
+        listed=sum(text.is_plain and text.contents[-1].lstrip().startswith('["') for text in documents),
         foreign=sum(any(text.rstrip().endswith(foreign) for text in document.contents) for document in documents),
     )
 

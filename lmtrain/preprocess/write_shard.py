@@ -43,6 +43,7 @@ WARNINGS = {
     "endless": "the replies of {} end without a special token that is a target, so that a model does not learn to end "
     "them; put it inside of the marks of the chat template",
     "foreign": "the texts of {} end with the end of a turn of another template, such as </s>, which is no token here",
+    "listed": "the answers of {} are lists of texts in JSON, which are learned as they are",
     "empty": "{} are empty, and are read as special tokens only",
     "doubled": "{} end with the EOS token or start with the BOS token, and get a second one; remove it from the text, "
     "or set data.enforce_eos or data.enforce_bos to false",

@@ -159,6 +159,7 @@ def test_a_prompt_is_read_once_however_often_it_is_written(read, format, record,
         *((QA, {"prompt": "p", "completion": "c", name: "old"}, f"'{name}'") for name in (
             "chat_history", "previous_messages", "source_documents", "model_reasoning", "option_a", "A", "ctx", "pdf")),
         *((NAMED, ANSWERS | {name: 2}, f"'{name}'") for name in ("preference", "preference_strength", "choice")),
+        (NAMED, ANSWERS | {"label": 1}, "'label'"),
         *((CHAT, {"messages": [user("q"), reply("a", **{name: True})]}, f"'{name}'") for name in (
             "exclude_from_loss", "mask_loss", "skipped", "dont_train")),
         *((CHAT, {"messages": [user("q"), reply("a")], name: value}, f"'{name}'") for name, value in (
@@ -258,7 +259,7 @@ def test_a_call_as_a_message_is_a_call(read):
     assert "tool  42" in document.text
 
 
-@pytest.mark.parametrize("result", ['{"result": 17}', "ok"])
+@pytest.mark.parametrize("result", ['{"result": 17}', "ok", "[]"])
 def test_a_result_that_the_template_drops_is_not_found_in_other_messages(read, result):
     template = (
         "{% for m in messages %}{% if m.role != 'function' %}{{ m.role }}: {{ m.content }}\n{% endif %}{% endfor %}"

@@ -71,10 +71,10 @@ def test_documents_that_spell_special_tokens_and_those_that_get_a_second_one_are
     completion = DataConfig(format={"type": "completion"})
     texts = [
         InstructionText(text=text, targets=((1, len(text)),), contents=(text,), is_plain=True)
-        for text in ("ab<|endoftext|>", "ab", "ab<|eot_id|>\n")
+        for text in ("ab<|endoftext|>", "ab", "ab<|eot_id|>\n", '["a", "b"]')
     ]
     batch = tokenize(texts, tokenizer, completion)
-    assert (batch.doubled, batch.foreign) == (1, 1)
+    assert (batch.doubled, batch.foreign, batch.listed) == (1, 1, 1)
 
 
 def test_no_documents_give_no_tokens(folder):
