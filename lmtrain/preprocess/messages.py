@@ -467,7 +467,9 @@ def _joined(parts: list[Any], number: int) -> str:
     texts = []
     for part in parts:
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-        if kind != "text" or not isinstance(part.get("text"), str):
+        if kind == "text" and not isinstance(part.get("text"), str):
+            raise BadRecordError(f"message {number}: content has a part without text under the key 'text'")
+        if kind != "text":
             raise BadRecordError(
                 f"message {number}: content has a part of type {kind!r}; only {{type: text, text: ...}} is supported"
             )

@@ -44,13 +44,13 @@ _PARTS = ("token_type_ids", "segment_ids", "document_ids", "doc_ids", "sequence_
 # Lengths or borders of the documents that a row consists of.
 _BORDERS = (
     *("seq_lengths", "seq_lens", "seqlens", "sequence_lengths", "document_lengths", "doc_lengths"),
-    *("cu_seqlens", "cu_seq_lens", "cu_seq_lens_q", "cu_seq_lens_k"),
+    *("cu_seqlens", "cu_seq_lens", "cu_seq_lens_q", "cu_seq_lens_k", "seq_boundaries", "seq_start_id"),
 )
 _WEIGHTS = ("weight", "weights", "loss_weight", "loss_weights", "sample_weight", "token_weights")
 # Names of the number of tokens of a prompt, such as prompt_length, n_prompt_tokens, response_start.
 _PROMPT = re.compile(
     r"(prompt|source|context|instruction|input|response|completion|answer)s?_(tokens?_)?"
-    r"(len|length|lens|lengths|size|start|starts|end|tokens|offset)$"
+    r"(len|length|lens|lengths|size|start|starts|end|tokens|offset)(_(idx|index|pos|position))?$"
 )
 _INPUTS = ("decoder_input_ids", "pixel_values", "input_values", "input_features")
 # Of each token, but not of what is learned.
@@ -124,7 +124,7 @@ class TokenRows:
                     raise _several(name)
         for name in _BORDERS:
             borders = record[name] if isinstance(record.get(name), list) else [record.get(name)]
-            if name in given and borders not in ([], *([*zero, size] for zero in ([], [0]) for size in sizes)):
+            if name in given and borders not in ([], [0], *([*zero, size] for zero in ([], [0]) for size in sizes)):
                 raise _several(name)
         for name in _WEIGHTS:
             if name in given and not _is_all_one(record[name]):

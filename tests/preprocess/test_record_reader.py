@@ -96,6 +96,8 @@ REFUSED = {
     "seq_idx": [[0, 0, 1, 1]],
     "seq_lengths": [[2, 2]],
     "cu_seqlens": [[0, 2, 4], [[0, 4], 4]],
+    "seq_start_id": [[0, 2]],
+    "seq_boundaries": [[0, 2, 4]],
     "weight": [0],
     "loss_weights": [[1, 1, 0.5, 1]],
     "token_weights": [[1, "a"]],
@@ -115,7 +117,7 @@ REFUSED = {
         ({"loss_mask": [1, 1, 0.5, 1]}, "'loss_mask' has 0.5"),
         ({"attention_mask": [1, 1, 2, 2]}, "'attention_mask' has 2.*write a row for each"),
         ({"position_ids": [0, 1, 0, 1]}, "'position_ids'.*a row for each"),
-        *(({name: 2}, f"'{name}'.*labels") for name in ("prompt_length", "n_prompt_tokens", "response_start")),
+        *(({name: 2}, f"'{name}'.*labels") for name in ("prompt_length", "n_prompt_tokens", "answer_start_idx")),
     ],
 )
 def test_what_cannot_be_honoured_is_refused(more, message):
