@@ -94,7 +94,7 @@ def open_in_transformers(name: str) -> Any:
 
     path = os.path.expanduser(folder)
     if os.path.isfile(os.path.join(path, "tokenizer_config.json")):
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=True)
     return PreTrainedTokenizerFast(tokenizer_file=os.path.join(path, "tokenizer.json"))
 
 

@@ -309,6 +309,7 @@ class Build:
             done += 1
             if not cache.missing:  # so that an error of validation, which is built first, is not found after hours
                 _log_skipped(cache.write_manifest())
+                cache.release()  # a finished cache is not locked again, so a kill would leave the lock's file
         log.info(f"preprocess: {summary}")
 
 

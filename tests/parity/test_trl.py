@@ -40,7 +40,9 @@ def records(form: str) -> list[dict]:
 
     def text(*, after_space: bool) -> str:
         glue = rng.choice([" ", ""])
-        return (" " if after_space else "") + glue.join(rng.choice(WORDS) for _ in range(rng.randint(1, 9)))
+        words = [rng.choice(WORDS) for _ in range(rng.randint(1, 9))]
+        words += [] if "".join(words).strip() else ["star"]  # blank answers are errors here
+        return (" " if after_space else "") + glue.join(words)
 
     def message(role: str) -> dict:
         return {"role": role, "content": text(after_space=False)}
@@ -51,14 +53,14 @@ def records(form: str) -> list[dict]:
             prompt, answers = text(after_space=False), [text(after_space=rng.random() < 0.5) for _ in range(2)]
             if form == "texts":
                 found.append({"prompt": prompt, "chosen": answers[0], "rejected": answers[1] + "<|endoftext|>"})
-            elif answers[0] != answers[1]:
+            elif answers[0].strip() != answers[1].strip():
                 found.append({"chosen": prompt + answers[0], "rejected": prompt + answers[1]})
             continue
         prompt = [message("user")] if rng.random() < 0.5 else [message("system"), message("user")]
         chosen, rejected = [message("assistant")], [message("assistant")]
         if form == "messages":
             found.append({"prompt": prompt, "chosen": chosen, "rejected": rejected})
-        elif chosen != rejected:
+        elif chosen[0]["content"].strip() != rejected[0]["content"].strip():
             found.append({"chosen": prompt + chosen, "rejected": prompt + rejected})
     return found
 
