@@ -89,8 +89,8 @@ def open_tokenizer(name: str, vocab_size: int | None = None) -> Tokenizer:
 def open_in_transformers(name: str) -> Any:
     """The tokenizer `name` as transformers loads it, including its chat template."""
     folder = find_tokenizer(name)
-    prepare_hub()
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # only local files: the hub is not asked
 
     path = os.path.expanduser(folder)
     if os.path.isfile(os.path.join(path, "tokenizer_config.json")):
