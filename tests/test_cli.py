@@ -57,6 +57,9 @@ def test_help_lists_sections_and_the_settings_of_one(run_cli):
 def test_flags_take_dashes_and_underscores_alike(run_cli):
     shown = run_cli("config", "show", "gpt2_nano", "--trainer.num-train-steps", "7", code=0).stdout
     assert "num_train_steps: 7" in shown
+    weights = ("--data.configs.my-code", "{train_urls: [x]}", "--objective", "{type: weighted_cross_entropy}")
+    shown = run_cli("config", "show", "gpt2_nano", *weights, "--objective.source-weights.my-code", "2", code=0).stdout
+    assert "my-code: 2.0" in shown
     refused = run_cli("export_hf", code=2).stderr + run_cli("export-hf", "gpt2_nano", code=2).stderr
     assert "export-hf" in refused
     assert "--base_model" in run_cli("export-hf", "gpt2_nano", "--output", "x", "--base-model", "y", code=2).stderr

@@ -129,33 +129,33 @@ def _read_prompts(path: str) -> list[str]:
 
 def _continue_all(arguments: argparse.Namespace, prompts: list[str], trained: TrainedModel) -> None:
     """Print each prompt with its continuations as JSON lines."""
-    from lmtrain.generation.decode import sample_batch
+    import jax
+    import numpy as np
+
+    from lmtrain.generation.decode import build_batch_sampler, pad_prompts, until_eos
 
     tokenizer, seq_len = trained.tokenizer, trained.config.model.seq_len
     bos = starts_with_bos(trained)
     ids = [encode_prompt(tokenizer, prompt, "--prompts", bos) for prompt in prompts]
-    room = seq_len - max(map(len, ids))
+    longest = max(range(len(ids)), key=lambda number: len(ids[number]))
+    room = seq_len - len(ids[longest])
     if room < 1:
-        number = max(range(len(ids)), key=lambda number: len(ids[number]))
-        raise UserError(
-            f"prompt {number + 1}: its {len(ids[number])} tokens fill the model's context of {seq_len} tokens"
-        )
+        raise UserError(f"prompt {longest + 1}: its {len(ids[longest])} tokens fill the model's context of {seq_len}")
     if arguments.max_new_tokens > room:
         log.info(f"--max_new_tokens: reduced to {room}, since the longest prompt leaves no more of the model's context")
     settings = sampling_settings(arguments, min(arguments.max_new_tokens, room))
     model, params, layout = trained.load()
-    rows = [(number, sample) for number in range(len(prompts)) for sample in range(arguments.samples)]
-    for start in range(0, len(rows), _ROWS):
-        batch = rows[start : start + _ROWS]
-        given = [ids[number] for number, _ in batch]
-        seed = (arguments.seed + (start // _ROWS << 16)) % 2**32  # other numbers for each batch
-        for (number, sample), new in zip(
-            batch, sample_batch(model, params, layout, given, seed, settings, tokenizer.eos_id), strict=True
-        ):
-            text = tokenizer.backend.decode(new)
-            print(
-                json.dumps({"prompt": prompts[number], "sample": sample, "text": text}, ensure_ascii=False), flush=True
-            )
+    sample = build_batch_sampler(model, layout, str(jax.tree.leaves(params)[0].dtype), settings)
+    rows = [number for number in range(len(prompts)) for _ in range(arguments.samples)]
+    size = min(_ROWS, len(rows)) + -min(_ROWS, len(rows)) % layout.num_batch_shards
+    tokens, lengths = pad_prompts([ids[number] for number in rows], size)
+    for start in range(0, len(rows), size):  # all of one shape, which is compiled once
+        seed = np.uint32((arguments.seed + (start // size << 16)) % 2**32)  # other numbers for each batch
+        new = np.asarray(sample(params, tokens[start : start + size], lengths[start : start + size], seed))
+        for at, number in enumerate(rows[start : start + size], start):
+            text = tokenizer.backend.decode(until_eos(new[at - start].tolist(), tokenizer.eos_id))
+            found = {"prompt": prompts[number], "sample": at % arguments.samples, "text": text}
+            print(json.dumps(found, ensure_ascii=False), flush=True)
 
 
 def sampling_settings(arguments: argparse.Namespace, count: int) -> "SamplingSettings":

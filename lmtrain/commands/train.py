@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from lmtrain.commands.arguments import Parser, parse_run
 from lmtrain.config.load import LoadedConfig
-from lmtrain.data.caches import Caches, needs_all
+from lmtrain.data.caches import Caches
 from lmtrain.hf.find_tokenizer import open_tokenizer
 from lmtrain.preprocess.prepare import find_caches, require_text, start_build, wait_for_enough
 from lmtrain.run.config import RunConfig, check_evaluation
@@ -84,9 +84,7 @@ def _with_data(run: Run, processes: Processes, began: float) -> int:
     check_evaluation(run.config, has_validation=bool(caches.validation))
     if gather(processes, "tokenizes", not all(cache.complete for cache in caches.all))[0]:
         check_before_data(run, caches.identity, processes)
-    reference = run.config.objective.needs_reference
-    is_awaited = needs_all(run.config.data, run.config.epoch, reference) is not None
-    build = start_build(run.config, caches, processes, background=not is_awaited)
+    build = start_build(run.config, caches, processes, background=True)
     try:
         wait_for_enough(run.config, caches, build)
         return _on_devices(run, caches, build, processes, began)

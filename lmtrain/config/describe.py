@@ -72,7 +72,8 @@ def format_settings(groups: list[Group], wanted: str = SECTIONS) -> str:
 
     Raises `UserError` if there is no such section.
     """
-    names = {group.section.replace("[]", "") or TOP: group.doc for group in reversed(groups)}
+    named = [(group.section.replace("[]", "") or TOP, group) for group in groups]
+    names = {name: group.doc for name, group in reversed(named)}
     if wanted == SECTIONS:
         width = max(len(name) for name in names if "." not in name)
         lines = ["sections of settings, which are --section.field VALUE or in a file; `--help all` lists them all:"]
@@ -80,11 +81,7 @@ def format_settings(groups: list[Group], wanted: str = SECTIONS) -> str:
             f"  {name:{width}}  {doc.partition('. ')[0]}" for name, doc in reversed(names.items()) if "." not in name
         ]
         return "\n".join(lines) + "\n"
-    inside = [
-        group
-        for group in groups
-        if wanted == ALL or f"{group.section.replace('[]', '') or TOP}.".startswith(f"{wanted}.")
-    ]
+    inside = [group for name, group in named if wanted == ALL or f"{name}.".startswith(f"{wanted}.")]
     if not inside:
         near = suggest_name(wanted, list(names))
         raise UserError(

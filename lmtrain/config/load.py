@@ -24,6 +24,8 @@ _EXPECTED = "Input should be "
 _SHOWN_CHARACTERS = 60
 _SHOWN_PROBLEMS = 20
 _SHOWN_NAMES = 3
+# Settings whose keys users choose.
+_MAPS = ("configs", "train_weights", "source_weights", "chat_template_kwargs", "init", "arguments")
 
 
 def describe_problems(model: type[BaseModel], tree: ConfigTree, error: ValidationError) -> tuple[int, list[str]]:
@@ -188,12 +190,13 @@ def _written_path(tree: ConfigTree, loc: Path, is_missing: bool) -> Path:
 
 
 def canonical(flag: str) -> str:
-    """A flag with `_` for `-`, but for those at its start and in names of sources: --dry-run and --dry_run are one."""
-    name = flag.lstrip("-")
-    parts = name.split(".")
-    is_kept = [parts[:1] == ["data"] and number == 2 for number in range(len(parts))]
-    same = ".".join(part if kept else part.replace("-", "_") for part, kept in zip(parts, is_kept, strict=True))
-    return flag[: len(flag) - len(name)] + same if flag.startswith("--") else flag
+    """A flag with `_` for `-`, but at its start and in keys that users choose: --dry-run and --dry_run are one."""
+    if not flag.startswith("--"):
+        return flag
+    parts: list[str] = []
+    for part in flag.removeprefix("--").split("."):
+        parts.append(part if parts and parts[-1] in _MAPS else part.replace("-", "_"))
+    return "--" + ".".join(parts)
 
 
 def split_overrides(argv: Sequence[str], own_flags: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:

@@ -7,7 +7,7 @@ import numpy as np
 
 from lmtrain.evaluation.config import EvaluationConfig
 from lmtrain.evaluation.interface import Context
-from lmtrain.generation.decode import SamplingSettings, build_batch_sampler, until_eos
+from lmtrain.generation.decode import SamplingSettings, build_batch_sampler, pad_prompts, until_eos
 from lmtrain.hf.tokenizer import Tokenizer, encode_prompt
 from lmtrain.runtime.errors import UserError, counted
 
@@ -48,12 +48,7 @@ class Samples:
         """Raises `UserError` for a prompt that is too long for the model, and for a tokenizer without text."""
         tokenizer = context.tokenizer
         ids = encode_prompts(self._prompts, self._length, tokenizer, context.seq_len, context.enforce_bos)
-        shards = context.layout.num_batch_shards
-        rows = -(-len(ids) // shards) * shards  # the batch is sharded: the last prompt fills it up
-        self._lengths = np.array([len(ids[min(row, len(ids) - 1)]) for row in range(rows)], np.int32)
-        self._tokens = np.zeros((rows, self._lengths.max()), np.int32)
-        for row, length in enumerate(self._lengths):
-            self._tokens[row, :length] = ids[min(row, len(ids) - 1)]
+        self._tokens, self._lengths = pad_prompts(ids, context.layout.num_batch_shards)
         self._tokenizer = tokenizer
         self._sample = build_batch_sampler(
             context.model, context.layout, context.compute_dtype, SamplingSettings(self._length), context.xla_options

@@ -84,25 +84,14 @@ def sample(
     return until_eos(jax.device_get(_sample(model, params, prompt_S, key, settings)).tolist(), eos_id)
 
 
-def sample_batch(
-    model: LanguageModel,
-    params: Any,
-    layout: Layout,
-    prompts: Sequence[Sequence[int]],
-    seed: int,
-    settings: SamplingSettings,
-    eos_id: int | None,
-) -> list[list[int]]:
-    """New token ids after each prompt, as `sample` gives them for one. Those of a prompt depend on its number."""
-    shards = layout.num_batch_shards
-    filled = [*prompts, *[prompts[-1]] * (-len(prompts) % shards)]
+def pad_prompts(prompts: Sequence[Sequence[int]], multiple: int) -> tuple[np.ndarray, np.ndarray]:
+    """Prompts as one array [rows, longest], and the length of each [rows]; the last one fills up a multiple of rows."""
+    filled = [*prompts, *[prompts[-1]] * (-len(prompts) % multiple)]
     lengths = np.array([len(prompt) for prompt in filled], np.int32)
     tokens = np.zeros((len(filled), lengths.max()), np.int32)
     for row, prompt in enumerate(filled):
         tokens[row, : len(prompt)] = prompt
-    dtype = str(jax.tree.leaves(params)[0].dtype)
-    new = np.asarray(build_batch_sampler(model, layout, dtype, settings)(params, tokens, lengths, np.uint32(seed)))
-    return [until_eos(row.tolist(), eos_id) for row in new[: len(prompts)]]
+    return tokens, lengths
 
 
 def until_eos(tokens: list[int], eos_id: int | None) -> list[int]:

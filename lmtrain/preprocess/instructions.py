@@ -27,14 +27,19 @@ from lmtrain.preprocess.record_keys import (
     FUNCTIONS,
     SYSTEM,
     TOOLS,
+    are_lists,
+    function_of,
     is_blank,
     is_context,
     is_reply,
     is_unread,
+    leaves_of,
     may_matter,
+    parsed_json,
     refuse_context,
     refuse_others,
     refuse_others_of,
+    strings_of,
     without,
 )
 from lmtrain.preprocess.records import (
@@ -46,7 +51,6 @@ from lmtrain.preprocess.records import (
     checked_text,
     listed_keys,
 )
-from lmtrain.runtime.text import parse_json
 
 # Stands before a conversation that the assistant starts, to learn what the template writes for its message elsewhere.
 _OPENING = {"role": "user", "content": "x"}
@@ -114,7 +118,7 @@ class Rendering:
         return InstructionText(
             text=self.text,
             targets=targets,
-            contents=_strings(self._messages),
+            contents=strings_of(self._messages),
             is_written=_are_written(self._messages, self._more[0], self.text) and not self._doubles_tags,
             is_marked=not self._marked or _are_written(replies, None, marked),
             has_reasoning=all(text in self.text for message in self._messages for text in _reasoning(message)),
@@ -125,7 +129,7 @@ class Rendering:
     @property
     def _doubles_tags(self) -> bool:
         """Whether the template puts a content that has its tag already into the same tag, such as <tool_response>."""
-        contents = _strings(self._messages)
+        contents = strings_of(self._messages)
         return any(
             not any(twice in own for own in contents)
             for twice in (match.group() for match in _TWICE.finditer(self.text))
@@ -174,7 +178,7 @@ class Rendering:
     def _refuse_others(self, targets: str) -> None:
         """Raise `BadRecordError` if the template writes other messages into the parts that are learned."""
         replies = [message for message in self._messages if message["role"] == ASSISTANT]
-        own = "\n".join(text for message in replies for text in _strings(message))
+        own = "\n".join(text for message in replies for text in strings_of(message))
         for number, message in enumerate(self._messages, start=1):
             text = str(message.get("content") or "").strip()
             is_long = message["role"] != ASSISTANT and len(text.split()) >= _WORDS_OF_QUESTION
@@ -294,7 +298,7 @@ class Completions:
         if is_blank(completion):
             raise BadRecordError(f"{self.output_field!r} is empty")
         check_reply(completion, f"{self.output_field!r} ")
-        if all(text.lstrip().startswith('["') and isinstance(parsed_json(text), list) for text in (prompt, completion)):
+        if are_lists(prompt, completion):
             raise BadRecordError(f"{keys[0]!r} and {keys[1]!r} are JSON lists of texts; write them as texts")
         before = prompt + self.separate_with
         return InstructionText(
@@ -329,21 +333,21 @@ def _are_written(messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | N
         for name, value in others:
             if name in (TOOLS, FUNCTIONS):
                 listed = parsed_json(value)
-                described = [_function(tool) for tool in listed] if isinstance(listed, list) else [{}]
+                described = [function_of(tool) for tool in listed] if isinstance(listed, list) else [{}]
                 names = [str(tool.get("name", "")) for tool in described]
-                needed = names if all(names) else list(_strings(value))
+                needed = names if all(names) else list(strings_of(value))
             else:
                 is_needed = name == _OLD_CALLS or is_context(name, value)
-                needed = [part.strip() for part in _leaves(value)] if is_needed else []
+                needed = [part.strip() for part in leaves_of(value)] if is_needed else []
             if not all(_is_written(part, text) for part in needed):
                 return False
-        calls = [_function(call) for call in message.get("tool_calls") or []]
+        calls = [function_of(call) for call in message.get("tool_calls") or []]
         written = [str(call["name"]) for call in calls if call.get("name")]
-        written += [leaf for call in calls for leaf in _leaves(call.get("arguments"))]
+        written += [leaf for call in calls for leaf in leaves_of(call.get("arguments"))]
         if not all(_is_written(part, text[start:]) for part in written):
             return False
         start = max(start, found + len(content))
-    described = [_function(tool) for tool in tools or ()]
+    described = [function_of(tool) for tool in tools or ()]
     names = [str(tool["name"]) for tool in described if tool.get("name")]
     for tool in described:
         properties = (
@@ -368,7 +372,7 @@ def _are_contents_written(messages: Sequence[tuple[str, str]], text: str) -> boo
         if text.count(content) < times:
             ends = [text.find(other, start) for _, other in messages[number + 1 : number + 2]]
             own = text[start : max(start, *ends, 0) if ends else len(text)]
-            leaves = _leaves(parsed_json(content)) if role in ("tool", "function") else []
+            leaves = leaves_of(parsed_json(content)) if role in ("tool", "function") else []
             if not leaves or not all(_is_written(leaf, own) for leaf in leaves):
                 return False
         else:
@@ -389,7 +393,7 @@ def _passed_over(messages: Sequence[Mapping[str, Any]], text: str) -> tuple[str,
     looked for: the template may write a short one for another reason."""
 
     def is_lost(value: Any) -> bool:
-        texts = _strings(value)
+        texts = strings_of(value)
         return not texts or not all(" " in part.strip() and part.strip() in text for part in texts)
 
     names: dict[str, None] = {}
@@ -402,7 +406,7 @@ def _passed_over(messages: Sequence[Mapping[str, Any]], text: str) -> tuple[str,
                 lost = not is_own and is_unread(name, value, may_matter(name)) and is_lost(value)
             names |= {name: None} if lost and value not in ("", [], {}) else {}
         for call in message.get("tool_calls") or []:
-            others = [each for each in (call, _function(call)) if isinstance(each, Mapping)]
+            others = [each for each in (call, function_of(call)) if isinstance(each, Mapping)]
             for name, value in [item for each in others for item in each.items()]:
                 if name not in _OF_CALLS and value not in (None, "", [], {}) and is_lost(value):
                     names[f"tool_calls.{name}"] = None
@@ -419,46 +423,12 @@ def _is_written(part: str, text: str) -> bool:
     return part in text or json.dumps(part, ensure_ascii=part.isascii())[1:-1] in text
 
 
-def parsed_json(value: Any) -> Any:
-    """What a text is in JSON, if it is."""
-    try:
-        return parse_json(value) if isinstance(value, str) else value
-    except ValueError:
-        return value
-
-
-def _leaves(value: Any) -> list[str]:
-    """The texts and numbers in the arguments of a call."""
-    if isinstance(value, Mapping):
-        return [leaf for part in value.values() for leaf in _leaves(part)]
-    if isinstance(value, list | tuple):
-        return [leaf for part in value for leaf in _leaves(part)]
-    return [] if value is None or isinstance(value, bool) else [str(value)]
-
-
 def _reasoning(message: Mapping[str, Any]) -> list[str]:
     """The texts of a message that the model thinks before its reply."""
     content = str(message.get("content") or "") if message["role"] == ASSISTANT else ""
     before = content.rpartition(END_OF_THINKING)[0].split("<think>")
-    thoughts = [*before, *(part for name in REASONING for part in _strings(message.get(name)))]
+    thoughts = [*before, *(part for name in REASONING for part in strings_of(message.get(name)))]
     return [text.strip() for text in thoughts]
-
-
-def _function(call: Any) -> Mapping[str, Any]:
-    """The function of a tool or of its call, with its name; empty for anything else."""
-    function = call.get("function", call) if isinstance(call, Mapping) else None
-    return function if isinstance(function, Mapping) else {}
-
-
-def _strings(value: Any) -> tuple[str, ...]:
-    """Every text in the contents of messages."""
-    if isinstance(value, str):
-        return (value,)
-    if isinstance(value, Mapping):
-        value = [part for name, part in value.items() if name != "role"]
-    if isinstance(value, Sequence):
-        return tuple(text for part in value for text in _strings(part))
-    return ()
 
 
 def _outside(spans: Sequence[Span], excluded: Span) -> tuple[Span, ...]:

@@ -22,11 +22,13 @@ from lmtrain.preprocess.record_keys import (
     SYSTEM,
     TOOLS,
     VARIABLES,
+    calls_of,
     is_blank,
     is_inside,
     is_reply,
     mark_of,
     may_matter,
+    names_all,
     parsed,
     refuse_context,
     refuse_others,
@@ -174,20 +176,12 @@ def read_conversation(record: Mapping[str, Any], messages_field: str, ignored: C
     found = Conversation(
         messages=found.messages, marks=found.marks, tools=tools_of(record), variables=variables_of(record)
     )
-    if found.tools and any("<tools>" in text or _names_all(text, found.tools) for text in asked):
+    if found.tools and any("<tools>" in text or names_all(text, found.tools) for text in asked):
         raise BadRecordError(
             f"the messages have tools, and the record has some under {TOOLS!r}, so that both would be written; keep "
             f"one of them, or add {TOOLS!r} to data.format.ignored_fields"
         )
     return found.with_system(system_text(record))
-
-
-def _names_all(text: str, calls: Collection[Any]) -> bool:
-    """Whether a text has all of these tools, or calls of them, as JSON, Python or in a tag."""
-    functions = [call.get("function", call) for call in calls]
-    names = [re.escape(str(function.get("name", ""))) for function in functions if isinstance(function, Mapping)]
-    ways = r"""["'=]{0}["'>]|(?<!\w){0}\(\s*[^)\s]|Action:\s*{0}(?!\w)"""
-    return any(names) and all(re.search(ways.replace("{0}", name), text) for name in names if name)
 
 
 def texts_by_role(messages: Collection[Mapping[str, Any]]) -> tuple[list[str], list[str]]:
@@ -380,7 +374,7 @@ def _checked(message: dict[str, Any], number: int) -> dict[str, Any]:
         if kept.get("tool_calls"):
             raise BadRecordError(f"message {number} has function_call and tool_calls; keep one of them")
         kept["tool_calls"] = [{"type": "function", "function": call}]
-    if calls := _calls(kept.pop("tool_calls", None), f"message {number}: "):
+    if calls := calls_of(kept.pop("tool_calls", None), f"message {number}: "):
         kept["tool_calls"] = calls
     if isinstance(kept.get("content"), list):
         parts, kept["content"] = kept["content"], _joined(kept["content"], number)
@@ -405,7 +399,7 @@ def _checked(message: dict[str, Any], number: int) -> dict[str, Any]:
             f"message {number} has reasoning in 'content' and under another key, and both would be written; keep one "
             "of them, or add the key to data.format.ignored_fields"
         )
-    if kept.get("tool_calls") and ("<tool_call>" in content or _names_all(content, kept["tool_calls"])):
+    if kept.get("tool_calls") and ("<tool_call>" in content or names_all(content, kept["tool_calls"])):
         raise BadRecordError(
             f"message {number} has its calls in 'content' and in 'tool_calls', and both would be written; keep one of "
             "them, or add 'tool_calls' to data.format.ignored_fields"
@@ -433,33 +427,6 @@ def check_reply(text: str, place: str) -> None:
         raise BadRecordError(f"{place}is {text.strip()!r}, as pandas writes a missing value")
     if _PARTS_AS_TEXT.match(text):
         raise BadRecordError(f"{place}is a list of parts as JSON text; write the list itself, or the text")
-
-
-def _calls(value: Any, place: str) -> list[Any]:
-    """Tool calls with their arguments as maps, as templates expect them: OpenAI writes them as JSON text."""
-    listed = parsed(value, f"{place}tool_calls") or []
-    if not isinstance(listed, list):
-        raise BadRecordError(f"{place}'tool_calls' is {type(listed).__name__}, not a list of calls")
-    return [_call(parsed(call, f"{place}tool_calls"), place) for call in listed]
-
-
-def _call(call: Any, place: str) -> Any:
-    if not isinstance(call, dict):
-        raise BadRecordError(f"{place}'tool_calls' has {type(call).__name__}, not maps with name and arguments")
-    if isinstance(call.get("function"), dict):
-        return {**call, "function": _call(call["function"], place)}
-    if "function" in call or not isinstance(call.get("name"), str) or not call["name"]:
-        raise BadRecordError(f"{place}'tool_calls' has a call without a function of a name and a map of arguments")
-    if other := [
-        name for name in ("args", "parameters", "input", "custom") if name in call and "arguments" not in call
-    ]:
-        raise BadRecordError(f"{place}'tool_calls' has a call with {other[0]!r}; write it as 'arguments', a map")
-    arguments = parsed(call.get("arguments"), f"{place}arguments")
-    if isinstance(arguments, list) and all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in arguments):
-        arguments = dict(arguments)  # a map of Arrow
-    if not isinstance(arguments, dict | None):
-        raise BadRecordError(f"{place}'arguments' is {type(arguments).__name__}, not a map")
-    return {**call, "arguments": arguments or {}}
 
 
 def _joined(parts: list[Any], number: int) -> str:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lmtrain.hf.chat_template import ChatTemplate
-from lmtrain.preprocess.instructions import Rendering, parsed_json, repeats
+from lmtrain.preprocess.instructions import Rendering, repeats
 from lmtrain.preprocess.messages import (
     ASSISTANT,
     CONVERSATIONS,
@@ -35,6 +35,7 @@ from lmtrain.preprocess.record_keys import (
     SYSTEM,
     TOOLS,
     VARIABLES,
+    are_lists,
     is_blank,
     is_inside,
     is_unread,
@@ -125,7 +126,7 @@ class Preferences:
         elif isinstance(prompt, list):
             raise BadRecordError(f"{self.prompt_field!r} is a list of messages, but {self.chosen_field!r} is text")
         prompt = checked_text(prompt, self.prompt_field)
-        if all(text.lstrip().startswith('["') and isinstance(parsed_json(text), list) for text in (prompt, *texts)):
+        if are_lists(prompt, *texts):
             raise BadRecordError(
                 f"{self.prompt_field!r} and the answers are JSON lists of texts, one for each turn; write them as "
                 "messages"

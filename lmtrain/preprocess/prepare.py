@@ -88,11 +88,13 @@ def shared_text(caches: SplitCaches) -> list[str]:
 
 
 def start_build(config: RunConfig, caches: SplitCaches, processes: Processes, background: bool = False) -> "Build":
-    """Start to build the missing shards. The first process of a run builds, and the others follow."""
+    """Start to build the missing shards. The first process of a run builds, and the others follow. In the `background`
+    of training, workers have a lower priority, unless it waits for them."""
     from lmtrain.preprocess.executor import LOCAL, choose_executor
 
     executor = LOCAL  # of finished shards, for which Ray need not be installed
     if not all(cache.complete for cache in caches.all):
+        background = background and _reason_to_wait(config) is None
         executor = choose_executor(config.trainer.ray, config.data.num_preprocess_workers, processes, background)
     return Build(caches.all, executor, follows=not processes.is_first).start()
 
@@ -123,8 +125,7 @@ def wait_for_enough(config: RunConfig, caches: SplitCaches, build: "Build") -> N
         for name, cache in caches.train.items()
         if config.data.has_weight(name)
     ]
-    reason = needs_all(config.data, config.epoch, config.objective.needs_reference)
-    if reason is not None:
+    if (reason := _reason_to_wait(config)) is not None:
         if any(not cache.complete for cache in caches.train.values()):
             log.info(f"waiting for the complete training cache: {reason}")
         wait(build)
@@ -148,6 +149,10 @@ def wait_for_enough(config: RunConfig, caches: SplitCaches, build: "Build") -> N
         source.found()
     if build.running:
         log.info("training starts while the rest of the data is tokenized")
+
+
+def _reason_to_wait(config: RunConfig) -> str | None:
+    return needs_all(config.data, config.epoch, config.objective.needs_reference)
 
 
 def require_text(config: DataConfig, split: str) -> None:

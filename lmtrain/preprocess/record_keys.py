@@ -248,6 +248,79 @@ def tools_of(record: Mapping[str, Any]) -> list[Any] | None:
     return listed[TOOLS] or wrapped or None
 
 
+def parsed_json(value: Any) -> Any:
+    """What a text is in JSON, if it is."""
+    try:
+        return parse_json(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+
+
+def leaves_of(value: Any) -> list[str]:
+    """The texts and numbers in the arguments of a call."""
+    if isinstance(value, Mapping):
+        return [leaf for part in value.values() for leaf in leaves_of(part)]
+    if isinstance(value, list | tuple):
+        return [leaf for part in value for leaf in leaves_of(part)]
+    return [] if value is None or isinstance(value, bool) else [str(value)]
+
+
+def function_of(call: Any) -> Mapping[str, Any]:
+    """The function of a tool or of its call, with its name; empty for anything else."""
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    return function if isinstance(function, Mapping) else {}
+
+
+def strings_of(value: Any) -> tuple[str, ...]:
+    """Every text in the contents of messages."""
+    if isinstance(value, str):
+        return (value,)
+    if isinstance(value, Mapping):
+        value = [part for name, part in value.items() if name != "role"]
+    if isinstance(value, Sequence):
+        return tuple(text for part in value for text in strings_of(part))
+    return ()
+
+
+def are_lists(*texts: str) -> bool:
+    """Whether all texts are lists of texts in JSON."""
+    return all(text.lstrip().startswith('["') and isinstance(parsed_json(text), list) for text in texts)
+
+
+def names_all(text: str, calls: Collection[Any]) -> bool:
+    """Whether a text has all of these tools, or calls of them, as JSON, Python or in a tag."""
+    names = [re.escape(str(function_of(call).get("name", ""))) for call in calls]
+    ways = r"""["'=]{0}["'>]|(?<!\w){0}\(\s*[^)\s]|Action:\s*{0}(?!\w)"""
+    return any(names) and all(re.search(ways.replace("{0}", name), text) for name in names if name)
+
+
+def calls_of(value: Any, place: str) -> list[Any]:
+    """Tool calls with their arguments as maps, as templates expect them: OpenAI writes them as JSON text."""
+    listed = parsed(value, f"{place}tool_calls") or []
+    if not isinstance(listed, list):
+        raise BadRecordError(f"{place}'tool_calls' is {type(listed).__name__}, not a list of calls")
+    return [_call(parsed(call, f"{place}tool_calls"), place) for call in listed]
+
+
+def _call(call: Any, place: str) -> Any:
+    if not isinstance(call, dict):
+        raise BadRecordError(f"{place}'tool_calls' has {type(call).__name__}, not maps with name and arguments")
+    if isinstance(call.get("function"), dict):
+        return {**call, "function": _call(call["function"], place)}
+    if "function" in call or not isinstance(call.get("name"), str) or not call["name"]:
+        raise BadRecordError(f"{place}'tool_calls' has a call without a function of a name and a map of arguments")
+    if other := [
+        name for name in ("args", "parameters", "input", "custom") if name in call and "arguments" not in call
+    ]:
+        raise BadRecordError(f"{place}'tool_calls' has a call with {other[0]!r}; write it as 'arguments', a map")
+    arguments = parsed(call.get("arguments"), f"{place}arguments")
+    if isinstance(arguments, list) and all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in arguments):
+        arguments = dict(arguments)  # a map of Arrow
+    if not isinstance(arguments, dict | None):
+        raise BadRecordError(f"{place}'arguments' is {type(arguments).__name__}, not a map")
+    return {**call, "arguments": arguments or {}}
+
+
 def variables_of(record: Mapping[str, Any]) -> Mapping[str, Any]:
     """A record's own variables for the template."""
     variables = parsed(record.get(VARIABLES), VARIABLES) or {}

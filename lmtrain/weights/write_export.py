@@ -162,7 +162,7 @@ def _tokenizer_files(export: "Export") -> dict[str, bytes]:
     general = {**settings, "tokenizer_class": "PreTrainedTokenizerFast"}
     own = {**general, "auto_map": {"AutoTokenizer": [None, "exported_tokenizer.ExportedTokenizer"]}}
     forms = [{SETTINGS_FILE: to_json(general)}, {SETTINGS_FILE: to_json(own), "exported_tokenizer.py": _OWN_CLASS}]
-    if "tokenizer_class" in settings:
+    if settings.get("tokenizer_class") not in (None, general["tokenizer_class"]):
         forms.insert(0, {SETTINGS_FILE: to_json(settings)})
     kind = {} if export.is_adapter else {MODEL_CONFIG: to_json({"model_type": export.config["model_type"]})}
     problems: list[str] = []

@@ -17,7 +17,16 @@ from models import quick
 from tokenizers.processors import TemplateProcessing
 
 from lmtrain.commands.generate import starts_with_bos
-from lmtrain.generation.decode import GreedyDecoder, SamplingSettings, choose, decode, sample, sample_batch, step
+from lmtrain.generation.decode import (
+    GreedyDecoder,
+    SamplingSettings,
+    build_batch_sampler,
+    choose,
+    decode,
+    pad_prompts,
+    sample,
+    step,
+)
 from lmtrain.hf.tokenizer import encode_prompt, load_tokenizer
 from lmtrain.models.backpack.config import BackpackConfig
 from lmtrain.models.gpt2.config import Gpt2Config
@@ -121,10 +130,11 @@ def test_choices_are_among_the_most_likely_with_this_probability(top_k, top_p, k
 def test_a_batch_of_prompts_has_the_greedy_text_of_each_and_any_number_of_rows(params):
     prompts = [[3, 1, 4], [2], [5, 6, 7, 8]]
     settings = SamplingSettings(6, temperature=0)
-    layout = build_layout(PartitioningConfig())
-    found = sample_batch(MODEL, params, layout, prompts, 0, settings, eos_id=None)
-    alone = [sample(MODEL, params, jnp.array(prompt), jax.random.key(0), settings, None) for prompt in prompts]
-    assert found == alone
+    tokens, lengths = pad_prompts(prompts, 4)
+    assert (tokens.shape, lengths.tolist()) == ((4, 4), [3, 1, 4, 4])
+    batch = build_batch_sampler(MODEL, build_layout(PartitioningConfig()), "float32", settings)
+    found = np.asarray(batch(params, tokens, lengths, np.uint32(0)))[:3].tolist()
+    assert found == [sample(MODEL, params, jnp.array(prompt), jax.random.key(0), settings, None) for prompt in prompts]
 
 
 def test_choices_at_the_limits_of_the_settings():
