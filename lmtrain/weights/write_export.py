@@ -9,7 +9,7 @@ import math
 import os
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -274,6 +274,8 @@ def build_export(
     extra = family.extra_files() if hasattr(family, "extra_files") else {}
     max_length = config.seq_len if family.HAS_LEARNED_POSITIONS else None
     pieces = build_hf_pieces(config, model)
+    if hasattr(family, "exported"):
+        pieces = [replace(piece, name=family.exported(piece.name, config)) for piece in pieces]
     return Export(
         pieces=pieces,
         config=hf_config,

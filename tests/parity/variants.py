@@ -156,12 +156,12 @@ class Variant(NamedTuple):
         return np.asarray(jax.jit(self.model.apply)({"params": self.params}, tokens))
 
 
-def make(name: str, **more: Any) -> Variant:
+def make(name: str, vocab_size: int = VOCAB, **more: Any) -> Variant:
     kind, family, changes = VARIANTS[name]
     sizes = SIZES | (LLAMA if family == "llama" else {})
     settings = {"type": family, "gradient_checkpointing": False} | sizes | changes | more
     run_config = RunConfig.model_validate({"model": settings})
-    model = build_model(run_config.model, VOCAB)
+    model = build_model(run_config.model, vocab_size)
     return Variant(kind, run_config, model, quick.random_params(model, seed=7))
 
 

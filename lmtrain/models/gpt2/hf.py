@@ -68,6 +68,12 @@ def canonical(name: str) -> str | None:
     return name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}"
 
 
+def exported(name: str, config: Gpt2Config) -> str:
+    """A tensor's name in exports: that of OpenAI's files, which mlx-lm requires. Next to a head transformers needs the
+    prefix."""
+    return name.removeprefix("transformer.") if config.tie_word_embeddings else name
+
+
 def to_hf_config(config: Gpt2Config, vocab_size: int, eos_id: int | None, bos_id: int | None) -> dict[str, Any]:
     """The `config.json` of a GPT-2. Values have exactly the JSON types that transformers 5 requires."""
     # transformers 4 silently ignores these two settings with torch's attention function
