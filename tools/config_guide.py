@@ -141,8 +141,9 @@ def _optimizers() -> str:
 
 
 def _ladder() -> str:
-    rows = [_row(setting)[:4] for group in describe(LadderConfig) for setting in group.settings]
-    return _table(("setting", "meaning", "type", "default"), rows)
+    settings = [setting for group in describe(LadderConfig) for setting in group.settings]
+    rows = [(f"`{setting.name}`", _escape(setting.description), f"`{setting.default}`") for setting in settings]
+    return _table(("setting", "meaning", "default"), rows)
 
 
 def _names(words: dict[str, str]) -> Callable[[], str]:
