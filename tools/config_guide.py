@@ -23,8 +23,6 @@ from pydantic import BaseModel
 from lmtrain.config.describe import Group, Setting, describe, sections_of
 from lmtrain.config.load import load_config
 from lmtrain.config.section import ROLES
-from lmtrain.models.attention.kernel import kernels
-from lmtrain.models.attention.names import FEATURES
 from lmtrain.run.config import RunConfig, resolved
 from lmtrain.scaling.config import LadderConfig
 from lmtrain.sharding.axes import MESH_AXES, USER_AXES
@@ -142,29 +140,10 @@ def _optimizers() -> str:
     return _table(("type", "what it is", "default `learning_rate`"), rows)
 
 
-# A feature and a wider one: a backend without the wider one has neither.
-_IMPLIED = {"very_wide_heads": "wide_heads", "odd_values": "wide_values"}
-
-
-def _backends() -> str:
-    rows = []
-    for kernel in kernels():
-        unsupported = FEATURES.keys() - kernel.features
-        implied = {narrow for narrow, wide in _IMPLIED.items() if wide in unsupported}
-        missing = [text for feature, text in FEATURES.items() if feature in unsupported - implied]
-        rows.append(
-            (
-                f"`{kernel.name}`",
-                kernel.platform.upper() if kernel.platform else "any",
-                "; ".join(missing) or "does everything",
-            )
-        )
-    return _table(("backend", "device", "cannot do"), rows)
-
-
 def _ladder() -> str:
-    rows = [_row(setting)[:4] for group in describe(LadderConfig) for setting in group.settings]
-    return _table(("setting", "meaning", "type", "default"), rows)
+    settings = [setting for group in describe(LadderConfig) for setting in group.settings]
+    rows = [(f"`{setting.name}`", _escape(setting.description), f"`{setting.default}`") for setting in settings]
+    return _table(("setting", "meaning", "default"), rows)
 
 
 def _names(words: dict[str, str]) -> Callable[[], str]:
@@ -175,7 +154,6 @@ def _names(words: dict[str, str]) -> Callable[[], str]:
 PARTS: dict[str, Callable[[], str]] = {
     "shipped configs": _configs,
     "optimizers": _optimizers,
-    "attention backends": _backends,
     "logical axes": _names(USER_AXES),
     "mesh axes": _names(MESH_AXES),
     "ladder": _ladder,
