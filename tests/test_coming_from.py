@@ -55,16 +55,16 @@ def text_of(page: str) -> str:
 @pytest.mark.parametrize("page", PAGES)
 def test_every_setting_of_lmtrain_in_the_tables_exists(page):
     cells = columns_of_settings(page)
-    assert len(cells) > 15
+    assert len(cells) > 8
     named = {name for cell in cells for name in NAME.findall(cell)}
-    assert len(named) > 20
+    assert len(named) > 10
     assert named - DEFAULTS.keys() - SECTIONS - KINDS == set()
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_the_defaults_in_the_tables_are_those_of_the_settings(page):
     found = [pair for cell in columns_of_settings(page) for pair in DEFAULT.findall(cell)]
-    assert len(found) > 10
+    assert len(found) > 5
     wrong = [(name, default) for name, default in found if name not in KINDS and not is_default(name, default)]
     assert wrong == []
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Quickstart of fine-tuning: from a new clone to a small chat model, offline after the install; five to ten minutes on two
 # cores. A base model is pretrained on Python source, then taught with LoRA to answer questions about lines of it.
-# configs/guide/lora.md explains the steps. Run it again to resume; arguments are passed to both `lmtrain train`.
+# configs/guide/finetuning.md explains the steps. Run it again to resume; arguments are passed to both `lmtrain train`.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 bash tools/install.sh eval

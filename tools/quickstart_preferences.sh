@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Quickstart of preference tuning: from a new clone, offline after the install; five minutes on two cores. A small model
 # is pretrained on Python source, then learns with DPO to prefer the lines that follow in it to lines of another place.
-# configs/guide/preferences.md explains it. Run it again to resume; arguments are passed to both `lmtrain train`.
+# configs/guide/finetuning.md explains it. Run it again to resume; arguments are passed to both `lmtrain train`.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 bash tools/install.sh
