@@ -90,8 +90,8 @@ class DataConfig(SourceConfig):
     demo: str | None = identity(
         None,
         min_length=1,
-        description="Folder of the built-in demo, created on first use: the running Python's standard library as "
-        "training and validation files, and an 8k tokenizer trained on it. Replaces train_urls and validation_urls",
+        description="Folder of the built-in demo, in place of files: the running Python's standard library and a "
+        "tokenizer of 8,192 entries trained on it, made on first use",
     )
     configs: dict[SourceName, SourceConfig] | None = identity(
         None, description="Sources to mix, by name; each is cached in cache_dir/<name> and evaluated separately"

@@ -33,9 +33,8 @@ class LoraConfig(Section):
     )
     base_quantization: Literal["fp8", "int8"] | None = changeable(
         None,
-        description="Store the matrices of the frozen blocks in 8 bits during training, in half of the memory; their "
-        "products have the compute dtype, or 8 bits with the same q in trainer.mp. Exports and other commands use the "
-        "base as it is; null: off",
+        description="Store the matrices of the frozen blocks in 8 bits during training, in half of the memory; "
+        "exports and other commands use the base as it is; null: off",
     )
 
     @property

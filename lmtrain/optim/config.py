@@ -50,8 +50,7 @@ class ScheduleConfig(Section):
     default_weight_decay_mask: bool | None = tunable(
         None,
         description="Weight decay of all layers' matrices, but not of embeddings, norms and biases; true: in addition "
-        "to weight_decay_modules; false: off (without weight_decay_modules, all parameters decay); null: on unless "
-        "weight_decay_modules is set",
+        "to weight_decay_modules; false: off (all parameters decay without them); null: on without them",
     )
     lr_schedule: Literal["constant", "linear", "cosine", "wsd", "inv_sqrt", "inv"] = tunable(
         "cosine", description="Shape of the learning-rate decay; wsd (warmup, stable, decay): linear, at the end only"

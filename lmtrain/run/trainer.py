@@ -69,9 +69,8 @@ class LoopConfig(Section):
     per_device_parallelism: int = execution(
         -1,
         description="Microbatch size: sequences at once per device, or per group of model_axis_size * "
-        "context_axis_size devices that share them, with gradient accumulation over the rest of the batch; alias "
-        "per_device_train_parallelism. -1: train_batch_size * model_axis_size * context_axis_size / devices, no "
-        "accumulation. With dropout, the number of microbatches changes the random stream",
+        "context_axis_size devices that share them, with gradient accumulation over the rest of the batch; -1: no "
+        "accumulation. Alias per_device_train_parallelism. Changes the random numbers of dropout",
     )
     per_device_eval_parallelism: int = execution(
         -1, description="Evaluation batch size: sequences at once, counted as in per_device_parallelism. -1: the same"

@@ -25,8 +25,7 @@ class TransferConfig(Section):
     base: dict[str, Any] = identity(
         {},
         description="Sizes of the model whose learning rate, epsilon and initializer_range this run uses: hidden_dim, "
-        "num_layers, num_heads, and those of intermediate_dim, num_kv_heads, head_dim and moe.intermediate_dim that "
-        "the model sets; other settings are the model's",
+        "num_layers, num_heads, and those of intermediate_dim, num_kv_heads, head_dim, moe.intermediate_dim that it has",
     )
 
     @field_validator("base")
