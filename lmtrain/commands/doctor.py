@@ -166,11 +166,11 @@ def _jax(answer: dict[str, Any], has_gpu: bool) -> Iterator[Finding]:
         fix = "do not train on it: the device or its driver is broken"
         yield _bad("devices", f"{seen}: wrong result of a small matrix product", fix)
     elif on_cpu and has_gpu:
-        install = "`pip install 'lmtrain[cuda12]'`, or 'lmtrain[cuda13]' with driver 580 or newer"
+        install = "`pip install 'jax[cuda12]'`, or 'jax[cuda13]' with driver 580 or newer"
         fix = f"unset JAX_PLATFORMS, which is {platforms}" if platforms else install
         yield _bad("devices", f"{seen}: JAX does not use the GPU", fix)
     elif on_cpu and has_tpu():
-        fix = "`pip install 'lmtrain[tpu]'`, and JAX_PLATFORMS must not be cpu"
+        fix = "`pip install 'jax[tpu]'`, and JAX_PLATFORMS must not be cpu"
         yield _bad("devices", f"{seen}: JAX does not use the TPU", fix)
     else:
         yield _ok("devices", seen)

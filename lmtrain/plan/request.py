@@ -40,8 +40,8 @@ _PACKAGES = ("jax", "jaxlib", "flax", "optax", "libtpu", "jax-cuda12-pjrt", "jax
 
 # platform -> modules that hold its compiler, and how to install one
 _COMPILERS = {
-    "tpu": (("libtpu",), "pip install 'lmtrain[tpu]'"),
-    "gpu": (("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13"), "pip install 'lmtrain[cuda12]' (or cuda13)"),
+    "tpu": (("libtpu",), "pip install 'jax[tpu]'"),
+    "gpu": (("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13"), "pip install 'jax[cuda12]' (or cuda13)"),
 }
 
 # libtpu would otherwise query a metadata server, which only Google's machines have; and use a lock file

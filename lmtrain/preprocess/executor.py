@@ -242,6 +242,6 @@ def _check_ray(why: str) -> None:
 
     if importlib.util.find_spec("ray") is None:
         raise UserError(
-            f"{why} preprocesses on Ray, which is not installed: pip install 'lmtrain[ray]', or build the cache "
+            f"{why} preprocesses on Ray, which is not installed: pip install 'ray[default]', or build the cache "
             "first with `lmtrain preprocess` on one machine"
         )

@@ -164,7 +164,7 @@ class TensorboardTracker:
 def check_installed() -> None:
     """Raise `UserError` if Trackio is not installed, before training starts."""
     if importlib.util.find_spec("trackio") is None:
-        raise UserError("trainer.tracker: type trackio requires Trackio; run `pip install 'lmtrain[trackio]'`")
+        raise UserError("trainer.tracker: type trackio requires Trackio; run `pip install trackio`")
 
 
 class TrackioTracker:

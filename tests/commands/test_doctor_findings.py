@@ -58,7 +58,7 @@ def test_a_machine_with_gpus_that_jax_uses(play):
     assert found[2].seen.startswith("989 TFLOP/s")
 
 
-@pytest.mark.parametrize(("platforms", "fix"), [("", "lmtrain[cuda12]"), ("cpu", "JAX_PLATFORMS")])
+@pytest.mark.parametrize(("platforms", "fix"), [("", "jax[cuda12]"), ("cpu", "JAX_PLATFORMS")])
 def test_a_gpu_that_jax_does_not_use_is_bad(play, monkeypatch, platforms, fix):
     monkeypatch.setenv("JAX_PLATFORMS", platforms)
     _, finding = play("NVIDIA A100, 40960 MiB, 535.1", CPU)
@@ -70,7 +70,7 @@ def test_a_gpu_that_jax_does_not_use_is_bad(play, monkeypatch, platforms, fix):
 def test_a_tpu_that_jax_does_not_use_is_bad_and_a_compiler_for_tpus_alone_is_not(play, monkeypatch, has_tpu):
     monkeypatch.setattr(doctor, "has_tpu", lambda: has_tpu)
     finding = play(None, CPU)[0]
-    assert (finding.state == "BAD") == ("lmtrain[tpu]" in finding.fix) == has_tpu
+    assert (finding.state == "BAD") == ("jax[tpu]" in finding.fix) == has_tpu
 
 
 def test_a_driver_that_fails_jax_without_a_response_and_a_device_that_computes_wrongly_are_bad(play):

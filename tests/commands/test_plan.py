@@ -63,13 +63,13 @@ SMALL = ["gpt2_nano", "--data.tokenizer", "gpt2"]
 def test_without_a_compiler_the_memory_of_the_state_is_printed_with_the_extra_to_install(without_compilers, capsys):
     assert run([*SMALL, "--device", "l4", "--devices", "8"]) == 0
     printed = capsys.readouterr()
-    assert "lmtrain[cuda12]" in printed.err
+    assert "jax[cuda12]" in printed.err
     assert "memory of the training state per device" in printed.out
     assert "50,257 tokens" in printed.out
     big = ["--model.hidden_dim", "8192", "--model.num_layers", "48", "--model.num_heads", "64"]
     assert run([*SMALL, "--device", "v5litepod-4", "--json", *big]) == 1
     printed = capsys.readouterr()
-    assert "lmtrain[tpu]" in printed.err
+    assert "jax[tpu]" in printed.err
     found = json.loads(printed.out)
     assert (found["fits"], found["fits_by"]) == (False, "state")
     assert found["memory"]["state"] > found["memory"]["capacity"]

@@ -12,7 +12,7 @@ def check_benchmarks(config: EvalHarnessConfig) -> None:
         import lm_eval  # noqa: F401
     except ImportError:
         raise UserError(
-            "eval_harness: lm-eval is not installed; run `pip install 'lmtrain[eval]'`, or remove eval_harness"
+            "eval_harness: lm-eval is not installed; run `pip install 'lm-eval<0.5'`, or remove eval_harness"
         ) from None
     from lmtrain.evaluation.benchmarks.tasks import find_tasks
 
