@@ -2,6 +2,8 @@
 # Run the test suite with other Python versions, and so with other versions of JAX (see tools/constraints.txt):
 #
 #     bash tools/check_matrix.sh [PYTHON ...]        default: python3.12 python3.13
+#     bash tools/check_matrix.sh --newest [PYTHON]   the newest versions that pyproject.toml allows, in place of pins;
+#                                                    as everywhere, deprecations are errors; default python3.13
 #     bash tools/check_matrix.sh --gpus [PYTHON]     the compiled tests of GPUs, default python3.13: a separate
 #                                                    environment of 7 GB, which CI does not have
 #
@@ -16,13 +18,24 @@ if [ "${1:-}" = "--gpus" ]; then
     exec "$VENV/bin/python" -m pytest -o addopts="-q --strict-markers --import-mode=importlib -p no:cacheprovider" \
         -m "not long" tests/compiled -k gpu
 fi
+newest=
+if [ "${1:-}" = "--newest" ]; then
+    newest=yes
+    shift
+    [ $# -gt 0 ] || set -- python3.13
+fi
 [ $# -gt 0 ] || set -- python3.12 python3.13
 excluded=(parity deploy end_to_end/test_{benchmarks,chat,continued,lora}.py evaluation/benchmarks)
 excluded+=(hf/test_weight_files.py weights/test_compare_logits.py test_readme.py)
 for python in "$@"; do
     version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
-    export VENV=".venv-$version" PYTHON="$python" EXTRA=tests
+    export VENV=".venv-$version${newest:+-newest}" PYTHON="$python" EXTRA=tests
     bash tools/install.sh "$EXTRA"
+    if [ -n "$newest" ]; then
+        "$VENV/bin/uv" pip install -q --upgrade --python "$VENV/bin/python" -e ".[$EXTRA]"
+        echo "check_matrix: other versions than in tools/constraints.txt:"
+        "$VENV/bin/uv" pip freeze --python "$VENV/bin/python" -q | grep -v -x -F -f <(sed 's/ *;.*//' tools/constraints.txt) || true
+    fi
     echo "check_matrix: Python $version, jax $("$VENV/bin/python" -c 'import jax; print(jax.__version__)')"
     bash tools/test.sh -n 2 --dist loadfile --no-loadscope-reorder -m "not long" "${excluded[@]/#/--ignore=tests/}"
 done

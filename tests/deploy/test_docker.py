@@ -102,7 +102,11 @@ def test_the_install_step_creates_an_environment_that_runs(context, tmp_path):
     subprocess.run([sys.executable, "-m", "venv", folder / "python"], check=True)
     environment = os.environ | {"PATH": f"{folder / 'python' / 'bin'}:{os.environ['PATH']}"}
     environment["XDG_CACHE_HOME"] = str(Path.home() / ".cache")
-    step = step.replace("--no-cache --compile-bytecode ", "").replace("/opt/lmtrain", str(tmp_path / "lmtrain"))
+    step = (
+        step.replace("--no-cache ", "")
+        .replace("--compile-bytecode ", "")
+        .replace("/opt/lmtrain", str(tmp_path / "lmtrain"))
+    )
     command = ["bash", "-euc", step]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
