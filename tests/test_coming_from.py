@@ -4,8 +4,6 @@ import contextlib
 import json
 import math
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -14,7 +12,6 @@ from conftest import logged, run_in_process
 
 from lmtrain.config.describe import describe
 from lmtrain.config.load import load_config
-from lmtrain.hf.tokenizer import load_tokenizer
 from lmtrain.models.params import abstract_params, count_parameters, flatten
 from lmtrain.models.registry import build_model
 from lmtrain.optim.transforms import decay_mask
@@ -113,20 +110,3 @@ def test_the_maxtext_config_has_the_parameters_of_its_default_model():
     embed, mlp, layers, vocab = 2048, 7168, 16, 32000
     expected = layers * (4 * embed**2 + 3 * embed * mlp + 2 * embed) + 2 * vocab * embed + embed
     assert count_parameters(build_model(model, vocab)) == expected
-
-
-def program(name: str) -> str:
-    """The Python block of the nanoGPT page that begins with this file name."""
-    return re.search(rf"```python\n(# {re.escape(name)}.*?)```", text_of("from_nanogpt.md"), re.DOTALL)[1]
-
-
-def test_the_character_tokenizer_has_nanogpts_ids(tmp_path):
-    text = "Wanderer, kommst du nach Spa…\n\nverkündige  dorten:\tdu habest «uns» hier liegen gesehn.\n"
-    (tmp_path / "text.txt").write_text(text, encoding="utf-8")
-    subprocess.run([sys.executable, "-c", program("characters.py")], cwd=tmp_path, check=True)
-    tokenizer = load_tokenizer(str(tmp_path / "characters"))
-    numbers = {character: number for number, character in enumerate(sorted(set(text)))}
-    ids = tokenizer.backend.encode(text).ids
-    assert ids == [numbers[character] for character in text]
-    assert tokenizer.backend.decode(ids) == text
-    assert tokenizer.vocab_size == len(numbers)

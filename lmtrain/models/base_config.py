@@ -151,7 +151,7 @@ class BaseModelConfig(Sizes):
     )
     gradient_checkpointing: bool | RematPolicy = execution(
         True,
-        description="Gradient checkpointing: recompute activations in the backward pass to save memory. true, full: "
+        description="Recompute activations in the backward pass to save memory. true, full: "
         "all of a block; dots: all but matrix products and attention; dots_no_kernels: all but matrix products; "
         "dots_no_batch: all but products with weights; save_attention: all but attention; offload: as full, with the "
         "inputs of blocks in host memory; false: nothing",

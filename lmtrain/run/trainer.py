@@ -78,7 +78,7 @@ class LoopConfig(Section):
     mp: str = changeable(
         "f32",
         description="Mixed-precision policy: f32, bf16, or p=f32,c=bfloat16 (parameters, computation). q=fp8 or q=int8 "
-        "computes the products of the blocks in 8 bits, forward and backward; aliases of fp8: float8, fp8_full",
+        "computes the products of the blocks in 8 bits",
     )
     allow_slow_products: bool = execution(
         False,

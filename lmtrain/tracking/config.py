@@ -47,7 +47,7 @@ class TensorboardConfig(Section):
 
 
 class TrackioConfig(Section):
-    """Trackio, which stores runs on this machine or in a Hugging Face Space. Requires the extra `trackio`."""
+    """Trackio, which stores runs on this machine or in a Hugging Face Space. Requires the package trackio."""
 
     type: Literal["trackio"] = changeable("trackio", description="Tracker type")
     project: str = changeable("lmtrain", min_length=1, description="Trackio project name")

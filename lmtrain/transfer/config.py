@@ -25,7 +25,7 @@ class TransferConfig(Section):
     base: dict[str, Any] = identity(
         {},
         description="Sizes of the model whose learning rate, epsilon and initializer_range this run uses: hidden_dim, "
-        "num_layers, num_heads, and those of intermediate_dim, num_kv_heads, head_dim, moe.intermediate_dim that it has",
+        "num_layers, num_heads, and intermediate_dim, num_kv_heads, head_dim, moe.intermediate_dim if it has them",
     )
 
     @field_validator("base")

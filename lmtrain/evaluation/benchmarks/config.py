@@ -38,7 +38,7 @@ class BenchmarkTask(Section):
 
 
 class EvalHarnessConfig(Section):
-    """Benchmarks by EleutherAI's lm-eval; needs the extra `eval`."""
+    """Benchmarks by EleutherAI's lm-eval; needs the package lm-eval."""
 
     task_spec: list[str | BenchmarkTask] = changeable(
         [],

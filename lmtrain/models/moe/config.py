@@ -19,9 +19,8 @@ class MoeConfig(Sizes):
     )
     router: Literal["softmax_topk", "topk_softmax", "sigmoid"] = architecture(
         "softmax_topk",
-        description="Weights of the selected experts. softmax_topk: the largest of a softmax over all experts "
-        "(Mixtral, Qwen3, OLMoE); topk_softmax: a softmax over the largest scores (Granite); sigmoid: the largest "
-        "sigmoids (DeepSeek-V3)",
+        description="Weights of the selected experts: softmax_topk (Mixtral, Qwen3, OLMoE), topk_softmax (Granite) or "
+        "sigmoid (DeepSeek-V3)",
     )
     normalize: bool = architecture(True, description="Divide the weights of the selected experts by their sum")
     routed_scaling_factor: float = architecture(
