@@ -155,6 +155,23 @@ def test_a_limit_of_the_machine_or_an_unusable_path_is_one_message(monkeypatch, 
     assert "Traceback" not in printed
 
 
+@pytest.mark.parametrize(
+    ("argv", "named"),
+    [
+        (["inference"], "lmtrain generate"),
+        (["merge-lora"], "export-hf --merge"),
+        (["train", "gpt2_nano", "--use_peft"], "set lora"),
+        (["train", "gpt2_nano", "--lr", "1e-4"], "optimizer.learning_rate"),
+        (["preprocess", "gpt2_nano", "--debug"], "--show 2"),
+    ],
+)
+def test_commands_and_flags_of_other_systems_lead_to_ours(capsys, argv, named):
+    with pytest.raises(SystemExit) as caught:
+        main(argv)
+    assert caught.value.code == 2
+    assert named in capsys.readouterr().err
+
+
 def test_a_bug_is_a_traceback(monkeypatch, capsys):
     def fail(argv):
         raise FileNotFoundError(errno.ENOENT, "No such file or directory", "a")

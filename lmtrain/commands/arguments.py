@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 from lmtrain.config.describe import SECTIONS, describe, format_settings
 from lmtrain.config.load import LoadedConfig, canonical, load_config, split_overrides
 from lmtrain.config.section import problem_of_text
+from lmtrain.config.spellings import other_names
 from lmtrain.run.config import RunConfig
 from lmtrain.run.run import Run, fill_masked, run_id
 from lmtrain.runtime.errors import UserError, suggest_name
@@ -107,7 +108,8 @@ def parse_run(
     synonyms = _SYNONYMS | _short_names(short_for)
     overrides = [(synonyms.get(name, name), value) for name, value in overrides]
     for name, _ in overrides:
-        hint = None if "." in name or name in RunConfig.model_fields else suggest_name(f"--{name}", own_flags)
+        is_known = "." in name or name in RunConfig.model_fields or name in other_names("settings")
+        hint = None if is_known else suggest_name(f"--{name}", own_flags)
         if hint:
             raise UserError(f"--{name}: no such flag; did you mean {hint}?")
     arguments = parser.parse_args(rest)

@@ -22,8 +22,10 @@ from lmtrain.runtime.text import require_utf8
 
 _EXPECTED = "Input should be "
 _SHOWN_CHARACTERS = 60
-_SHOWN_PROBLEMS = 20
+_SHOWN_PROBLEMS = 100
 _SHOWN_NAMES = 3
+# Settings of other systems that are not used with 0 or -1.
+_OFF_AT_ZERO = ("val_set_size", "val_split_fraction", "max_steps", "save_total_limit", "neftune_noise_alpha")
 # Settings whose keys users choose.
 _MAPS = ("configs", "train_weights", "source_weights", "chat_template_kwargs", "init", "arguments")
 
@@ -77,7 +79,7 @@ def _describe(model: type[BaseModel], tree: ConfigTree, path: Path, problems: li
         place = "--"  # the flag is the name
     if kind == "extra_forbidden":
         if (advice := other_names("settings").get(str(path[-1]))) is not None:
-            return f"{place}{name}: no such setting; {advice}"
+            return f"{place}{name}: no such setting; {'remove it' if _is_off(path[-1], seen, advice) else advice}"
         if (of_kind := _kind_without(model, tree, path)) is not None:
             return f"{place}{name}: no such setting {of_kind}"
         same = [known for known in known_paths(model, tree.data) if known.rpartition(".")[2] == path[-1]]
@@ -96,6 +98,8 @@ def _describe(model: type[BaseModel], tree: ConfigTree, path: Path, problems: li
         message = "expected a whole number below 9e18"
     if kind == "string_pattern_mismatch":
         message = f"expected a text of the form {context['pattern']}"
+        if "/" in context["pattern"] and "_" in str(seen):
+            message += f", such as {str(seen).replace('_', '/', 1)}"
     if message.startswith(_EXPECTED):
         better = [p for p in problems if not p["type"].endswith("_type")] if isinstance(seen, list | dict) else []
         if better and not better[0]["msg"].startswith(_EXPECTED):
@@ -112,6 +116,13 @@ def _describe(model: type[BaseModel], tree: ConfigTree, path: Path, problems: li
     is_said = isinstance(seen, dict | list | BaseModel) or kind in ("bool_as_number", "text") or message.endswith("?")
     shown = "" if is_said else f", not {_as_written(seen)}"
     return f"{place}{name}: {message}{shown}" if name else f"{place}{message}"
+
+
+def _is_off(name: str | int, value: Any, advice: str) -> bool:
+    """Whether a value of another system means that its setting is not used."""
+    if value in (None, "", [], {}) or (value is False and "loss" not in advice):
+        return True
+    return name in _OFF_AT_ZERO and value in (0, -1)
 
 
 def _kind_without(model: type[BaseModel], tree: ConfigTree, path: Path) -> str | None:
@@ -153,6 +164,8 @@ def _describe_type(tree: ConfigTree, path: Path, seen: Any, context: dict[str, s
     what = next(part for part in reversed(path) if isinstance(part, str))
     path = (*path, "type")
     place = "--" if str(tree.origin_of(path)) == f"--{dotted(path)}" else f"{tree.origin_of(path)}: "
+    if (advice := other_names("types").get(str(seen["type"]).lower())) is not None and what != "model":
+        return f"{place}{dotted(path)}: no such {what} {_as_written(seen['type'])}; {advice}"
     hint = suggest_name(str(seen["type"]), known)
     if (family := other_names("families").get(str(seen["type"]).lower())) in known:
         advice = f"set type: {family}, with its sizes or, for weights of the hub, use_hf_model_config: true"
@@ -221,6 +234,8 @@ def split_overrides(argv: Sequence[str], own_flags: Sequence[str]) -> tuple[list
             raise UserError(f"{name}: no such setting; {advice}")
         if not equals:
             if position == len(argv) or argv[position].startswith("--"):
+                if (advice := other_names("settings").get(name.removeprefix("--"))) is not None:
+                    raise UserError(f"{name}: no such setting; {advice}")
                 raise UserError(f"{name} needs a value, for example {name} VALUE")
             value = argv[position]
             position += 1

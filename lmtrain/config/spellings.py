@@ -238,9 +238,8 @@ def _is_wandb(tracker: Any) -> bool:
 
 
 @functools.cache
-def other_names(kind: Literal["settings", "switches", "families"]) -> dict[str, str]:
-    """What to do, or the family, by the names that other systems have for settings, flags without a value, and types of
-    models."""
+def other_names(kind: Literal["settings", "switches", "families", "types", "verbs"]) -> dict[str, str]:
+    """What to do, the family or the command, by the names of other systems."""
     content = yaml.safe_load(files("lmtrain.config").joinpath("other_names.yaml").read_text(encoding="utf-8"))
     return {name: advice for advice, names in content[kind].items() for name in names}
 

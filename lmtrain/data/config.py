@@ -31,8 +31,8 @@ class SourceConfig(Section):
     name: str | None = identity(None, description="Configuration of the dataset `id`; null: its default configuration")
     stream: bool = identity(False, description="Read the dataset `id` as a stream instead of downloading it first")
     split: str = identity("train", min_length=1, description="Split of the dataset `id` to train on")
-    validation_split: str = identity(
-        "validation", min_length=1, description="Split of the dataset `id` to evaluate on, if it has one"
+    validation_split: str | None = identity(
+        None, min_length=1, description="Split of the dataset `id` to evaluate on; null: validation, if it has one"
     )
     validation_fraction: float | None = identity(
         None,
@@ -62,7 +62,7 @@ class SourceConfig(Section):
             if getattr(self, setting) != type(self).model_fields[setting].default and self.id is None:
                 raise field_error(setting, "applies to a Hugging Face dataset, but no id is set")
         if self.validation_fraction is not None:
-            if self.validation_urls or "validation_split" in self.model_fields_set:
+            if self.validation_urls or self.validation_split is not None:
                 other = "validation_urls" if self.validation_urls else "validation_split"
                 raise field_error("validation_fraction", f"set together with {other}; remove one of them")
             if not self.has_train:
@@ -145,8 +145,7 @@ class DataConfig(SourceConfig):
     max_document_bytes: int = execution(
         10_000_000,
         ge=1,
-        description="Maximum document size in bytes; a longer one is an error unless the tokenizer can split it "
-        "safely. A record in a file may have 16 times as much",
+        description="Maximum document size in bytes; a longer one is an error unless the tokenizer can split it safely",
     )
     split_bytes: int = identity(
         256_000_000,
@@ -158,7 +157,7 @@ class DataConfig(SourceConfig):
         1000,
         ge=1,
         description="Number of sequences at the start of conversations or completions, one of which must have a target "
-        "token; otherwise the run ends before its first step",
+        "token",
     )
     mirror_dir: str = execution(
         "~/.cache/lmtrain/mirror", min_length=1, description="Folder of local copies of shards when cache_dir is a URL"
@@ -258,7 +257,7 @@ class DataConfig(SourceConfig):
     def dataset_split(self, split: str) -> str:
         """Name that a split (`train` or `validation`) has in the dataset `id`."""
         is_train = split == "train" or self.validation_fraction is not None
-        return self.split if is_train else self.validation_split
+        return self.split if is_train else self.validation_split or "validation"
 
     def sources(self) -> dict[str, "DataConfig"]:
         """Each source as a separate config, by name; a config without `configs` is its only source, named ""."""

@@ -28,8 +28,7 @@ def _chat_template() -> Any:
 def _ignored_fields() -> Any:
     return identity(
         [],
-        description="Keys of records, and of their messages, that are passed over although they look like a part of "
-        "the prompt or a mark of what has a loss",
+        description="Keys of records and messages that are passed over, whatever they look like",
     )
 
 

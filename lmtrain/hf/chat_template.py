@@ -226,7 +226,8 @@ def find_template(folder: str, wanted: str | None, setting: str) -> ChatTemplate
     if "{{" in wanted or "{%" in wanted:
         return ChatTemplate(wanted, _special_tokens(folder), f"{setting}, line ")
     raise UserError(
-        f"{setting}: {wanted}: no such file, and the tokenizer {folder} has no template of this name{known}"
+        f"{setting}: {wanted}: no such file, and the tokenizer {folder} has no template of this name{known}; "
+        f"`lmtrain tokenizer extend {folder} --chat_template chatml --output NEW` adds a shipped one to a tokenizer"
     )
 
 

@@ -282,6 +282,7 @@ class Completions:
         for key, setting in ((self.input_field, "input_field"), (self.output_field, "output_field")):
             if key not in keys:
                 advice = READ_PREFERENCES if set(keys) >= PREFERENCE else f"data.format.{setting} to the key"
+                advice += " (for plain texts remove data.format)" if set(keys) == {"text"} else ""
                 raise BadRecordError(f"no key {key!r} (it has {listed_keys(keys)}); set {advice}")
 
     def read(self, record: Mapping[str, Any]) -> InstructionText:

@@ -148,6 +148,7 @@ def find_key(keys: Collection[str], messages_field: str) -> str:
     )
     for shape, other in ((COMPLETION, READ_COMPLETIONS), (PREFERENCE, READ_PREFERENCES)):
         setting = other if set(keys) >= shape else setting
+    setting += " (for plain texts remove data.format)" if set(keys) == {"text"} else ""
     raise BadRecordError(f"no key {messages_field!r} (it has {listed_keys(keys)}); set {setting}")
 
 

@@ -194,7 +194,7 @@ def has_text(config: DataConfig, split: str) -> bool:
     if config.id is not None:
         return (
             split == "train"
-            or "validation_split" in config.model_fields_set
+            or config.validation_split is not None
             or config.dataset_split(split) in dataset_splits(config)
         )
     return bool(config.urls(split))

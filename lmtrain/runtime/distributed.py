@@ -53,7 +53,14 @@ def start_processes(config: Connection) -> Processes:
     Raises `UserError` if the connection fails.
     """
     named = (config.coordinator_address, config.num_processes, config.process_id, config.local_device_ids)
-    if named == (None,) * len(named) and not detects_others(os.environ):
+    is_named = named != (None,) * len(named)
+    local = os.environ.get("LOCAL_WORLD_SIZE", "")
+    if local.isdigit() and int(local) > 1 and not is_named:
+        raise UserError(
+            f"torchrun or accelerate started {local} processes on this machine, which would be separate runs: start "
+            "`lmtrain` itself, once on each machine; one process uses all devices of its machine"
+        )
+    if not is_named and not detects_others(os.environ):
         return Processes()
     import jax
     from jax._src import distributed  # the public module has neither index nor number of the processes

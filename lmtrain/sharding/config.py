@@ -43,13 +43,12 @@ class PartitioningConfig(Section):
     replica_dcn_axis_size: int | Literal["auto"] = execution(
         "auto",
         description="Number of model replicas over slices or hosts of GPUs, on the slow network (DCN). -1: one in "
-        "each; 1: FSDP across all; auto: one in each if its state fits, else 1; the log has the reason",
+        "each; 1: FSDP across all; auto: one in each if its state fits, else 1",
     )
     expert_axis_size: int | Literal["auto"] = execution(
         "auto",
-        description="Expert parallelism: devices that split the experts of a mixture, and exchange tokens instead of "
-        "parameters. 1: FSDP splits experts as other parameters; auto: what sends less over the network between slices "
-        "or hosts, 1 within one; the log has the reason",
+        description="Expert parallelism: devices that split the experts of a mixture, and exchange tokens. 1: FSDP "
+        "splits experts as other parameters; auto: what sends less over the slow network, 1 within a slice or host",
     )
     context_axis_size: int = execution(
         1,

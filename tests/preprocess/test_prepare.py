@@ -199,6 +199,7 @@ def test_a_fraction_of_the_training_documents_is_held_out_by_their_text(tmp_path
     assert sorted(found["train"] + found["validation"]) == sorted(texts)
     assert not set(found["train"]) & set(found["validation"])
     assert 10 < len(set(found["validation"])) < 60
+    assert DataConfig(**of_split.model_dump()) == of_split  # as a run saves it
     with pytest.raises(UserError, match="validation_fraction"):
         find_caches(DataConfig(**data, validation_fraction=0.3))
     with pytest.raises(ValueError, match="validation_urls"):

@@ -66,3 +66,13 @@ def test_without_settings_and_launcher_there_is_one_process_and_jax_is_not_impor
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "OMPI", "PMI", "TPU"))}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=clean)
     assert done.stdout.split() == ["0", "1", "True", "False"], done.stderr
+
+
+@pytest.mark.parametrize(("settings", "refused"), [({}, True), ({"num_processes": 1}, False)])
+def test_torchrun_and_accelerate_are_refused_unless_the_processes_are_named(monkeypatch, settings, refused):
+    import jax
+
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(jax.distributed, "initialize", lambda **keywords: 1 / 0)
+    with pytest.raises(UserError if refused else ZeroDivisionError, match="torchrun" if refused else "division"):
+        start_processes(DistributedConfig(**settings))

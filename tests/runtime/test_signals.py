@@ -159,10 +159,11 @@ def test_the_second_signal_ends_a_process_that_is_stuck_in_c_code(started):
 
 
 FORK = """
-import os, signal
+import os, signal, warnings
 from lmtrain.runtime.signals import end_at_once
 
 end_at_once()
+warnings.simplefilter("ignore")  # of Python 3.12 on: a library may have threads
 child = os.fork()
 if child == 0:
     print("ready", flush=True)

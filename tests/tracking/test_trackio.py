@@ -150,5 +150,5 @@ def test_another_run_of_the_project_is_independent_of_the_steps_of_the_first(fin
 
 def test_without_the_library_a_run_is_refused_with_install_advice(monkeypatch):
     monkeypatch.setattr(open.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"lmtrain\[trackio\]"):
+    with pytest.raises(UserError, match="pip install trackio"):
         check_trackers([TrackioConfig()])

@@ -26,8 +26,8 @@ class MoeConfig(Sizes):
     routed_scaling_factor: float = architecture(
         1.0,
         gt=0,
-        description="Factor of the weights (DeepSeek-V3: 2.5). With experts_per_token, normalized weights have the "
-        "mean 1, and the layer begins with outputs like those of one MLP",
+        description="Factor of the weights (DeepSeek-V3: 2.5); with experts_per_token the layer begins with outputs "
+        "like those of one MLP",
     )
     shared_experts: int = architecture(
         0, ge=0, description="Number of experts that all tokens use, in addition to the selected ones (DeepSeek)"
@@ -44,8 +44,8 @@ class MoeConfig(Sizes):
     bias_update_rate: float | None = identity(
         None,
         ge=0,
-        description="Balance without a loss: a bias on the selection grows by this per step for experts below the mean "
-        "load, and shrinks for those above (DeepSeek-V3: 0.001); null: no bias",
+        description="Balance without a loss: a bias on the selection changes by this per step (DeepSeek-V3: 0.001); "
+        "null: no bias",
     )
     dropout: float = identity(0.0, ge=0, lt=1, description="Dropout on the outputs of the experts")
 

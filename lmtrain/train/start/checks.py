@@ -98,6 +98,8 @@ def length_of_data(config: RunConfig, caches: Caches) -> ResolvedSettings | None
         data_seed(config),
     )
     if steps == trainer.num_train_steps:
+        if config.epoch:
+            log.info(f"trainer.num_train_steps {steps} ends the run, before or with epoch {config.epoch}")
         return None
     if steps < 1:
         raise UserError("the data is less than one batch; lower trainer.train_batch_size or model.seq_len")
