@@ -81,8 +81,8 @@ def _run(argv: list[str]) -> int:
         from lmtrain.config.spellings import other_names
         from lmtrain.runtime.errors import suggest_name
 
-        if (command := other_names("verbs").get(verb)) is not None:
-            raise UserError(f"unknown command {verb!r}; it is `{command}` here")
+        if (own := other_names("verbs").get(verb)) is not None:
+            raise UserError(f"unknown command {verb!r}; it is `{own}` here")
         hint = suggest_name(verb, VERBS)
         raise UserError(
             f"unknown command {verb!r}; " + (f"did you mean {hint!r}?" if hint else f"one of: {', '.join(VERBS)}")
