@@ -48,9 +48,9 @@ def test_one_process_without_an_address_builds_locally_and_others_mean_ray(monke
     ("ray", "processes", "why"),
     [(RayConfig(address="a:1"), ALONE, "ray at a:1"), (RayConfig(), SEVERAL, "a run of 3 processes")],
 )
-def test_without_ray_installed_the_extra_is_named(monkeypatch, ray, processes, why):
+def test_without_ray_installed_its_package_is_named(monkeypatch, ray, processes, why):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=rf"{why} .*'lmtrain\[ray\]'"):
+    with pytest.raises(UserError, match=rf"{why} .*'ray\[default\]'"):
         choose_executor(ray, None, processes)
 
 
