@@ -49,7 +49,13 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.mark.long
 def test_the_guide_leads_to_a_chat_model_that_answers_in_transformers(folder):
-    outputs = dict(follow(folder, GUIDES / "finetuning.md", short=["lmtrain train chat_lora.yaml"]))
+    (folder / "pairs").mkdir()
+    for name, number in (("train", 200), ("validation", 40)):
+        rows = [json.dumps(row) + "\n" for row in pairs_of_answers(number, name)]
+        (folder / "pairs" / f"{name}.jsonl").write_text("".join(rows))
+    # the quickstarts have tests of their own
+    page = GUIDES / "finetuning.md"
+    outputs = dict(follow(folder, page, skip=["bash tools/quickstart"], short=["lmtrain train chat_lora.yaml"]))
     assert "[[Nobody.<|im_end|>]]" in outputs["lmtrain preprocess chat.yaml --show 2"]
     assert json.loads(outputs["lmtrain eval chat.yaml"])["eval/loss"] < 0.5
     assert outputs['lmtrain generate chat.yaml --chat --prompt "Who counts the stars?"'] == "Nobody.\n"
@@ -59,18 +65,6 @@ def test_the_guide_leads_to_a_chat_model_that_answers_in_transformers(folder):
         generation = json.loads((folder / name / "generation_config.json").read_text())
         assert generation["eos_token_id"] == [end, 0]  # of the base: <|endoftext|>
     assert (folder / "my_adapter" / "adapter_model.safetensors").exists()
-    check_preferences(folder)
-    dict(follow(folder, GUIDES / "distillation.md", short=["lmtrain train small.yaml"]))
-    assert (folder / "my_small_model" / "model.safetensors").exists()
-
-
-def check_preferences(folder):
-    """The page on preferences starts from the chat model."""
-    (folder / "pairs").mkdir()
-    for name, number in (("train", 200), ("validation", 40)):
-        rows = [json.dumps(row) + "\n" for row in pairs_of_answers(number, name)]
-        (folder / "pairs" / f"{name}.jsonl").write_text("".join(rows))
-    outputs = dict(follow(folder, GUIDES / "preferences.md", skip=["bash tools/quickstart_preferences.sh"]))
     assert ", rejected: " in outputs["lmtrain preprocess pairs.yaml --show 2"]
     assert outputs['lmtrain generate pairs.yaml --chat --prompt "Who counts the stars?"'] == "Nobody.\n"
     for log in (folder / "logs").glob("pairs*.metrics.jsonl"):
@@ -78,6 +72,8 @@ def check_preferences(folder):
         accuracies = [line[ACCURACY] for line in lines if ACCURACY in line]
         assert accuracies[-1] > 0.9, log
     assert (folder / "my_tuned_adapter" / "adapter_model.safetensors").exists()
+    dict(follow(folder, GUIDES / "distillation.md", short=["lmtrain train small.yaml"]))
+    assert (folder / "my_small_model" / "model.safetensors").exists()
 
 
 def pairs_of_answers(number, seed):
@@ -87,15 +83,3 @@ def pairs_of_answers(number, seed):
         answers = {"chosen": ANSWERS[question], "rejected": ANSWERS[other]}
         row = {name: [{"role": "assistant", "content": text}] for name, text in answers.items()}
         yield {"prompt": [{"role": "user", "content": question}], **row}
-
-
-@pytest.mark.long
-@pytest.mark.release  # the suite parses these pages, and the other test runs most of their commands
-def test_the_reference_pages_work_in_order(folder):
-    """README, then instructions.md, then lora.md."""
-    outputs = dict(follow(folder, GUIDES / "instructions.md"))
-    assert "<|im_end|>" in outputs["lmtrain preprocess chat.yaml --show 2"]
-    elsewhere = ("bash tools/quickstart_chat.sh", "lmtrain plan ")  # tests of the README, and of compiled programs
-    outputs = dict(follow(folder, GUIDES / "lora.md", skip=elsewhere))
-    assert (folder / "adapter" / "adapter_config.json").exists()
-    assert (folder / "merged" / "model.safetensors").exists()
