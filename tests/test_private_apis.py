@@ -9,10 +9,6 @@ ROOT = Path(lmtrain.__file__).parent
 # All private names that lmtrain uses, by file. The tests of that file fail if one is removed.
 USED = {
     "runtime/distributed.py": {"jax._src"},
-    "checkpoint/arrays.py": {
-        *("orbax.checkpoint._src.futures", "_SignalingThread"),
-        *("orbax.checkpoint._src.serialization", "_BASE_TS_CONTEXT", "_DEFAULT_OCDBT_TS_CONTEXT"),
-    },
     "tracking/jit_log.py": {"_context"},
     "preprocess/executor.py": {"_processes"},
     "models/attention/cudnn_packed.py": {"jax._src.cudnn"},
@@ -43,14 +39,3 @@ def test_each_is_used_in_one_file():
     files = [path for path in ROOT.rglob("*.py") if "hub" not in path.relative_to(ROOT).parts]
     found = {path.relative_to(ROOT).as_posix(): private_names(path.read_text(encoding="utf-8")) for path in files}
     assert {name: names for name, names in found.items() if names} == USED
-
-
-def test_orbax_has_settings_of_tensorstore_that_reach_its_stores():
-    from orbax.checkpoint._src.serialization import tensorstore_utils
-
-    import lmtrain.checkpoint.arrays  # noqa: F401  # sets the retries
-
-    for context in (tensorstore_utils._BASE_TS_CONTEXT, tensorstore_utils._DEFAULT_OCDBT_TS_CONTEXT):
-        assert isinstance(context, dict)
-    built = tensorstore_utils.get_ts_context(use_ocdbt=True)
-    assert "max_retries" in str(built.spec.to_json())

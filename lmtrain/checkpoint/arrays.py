@@ -3,6 +3,7 @@
 Arrays are stored uncompressed: random bits do not compress, and trying halves the speed.
 """
 
+import copy
 import functools
 import os
 import sys
@@ -11,19 +12,15 @@ from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
+import tensorstore
 from etils import epath
-from orbax.checkpoint._src.futures import future
-from orbax.checkpoint._src.serialization import tensorstore_utils
 
 # The parts of a checkpoint; `average` is optional.
 _PARTS = ("params", "optimizer", "average")
-# TensorStore's own first wait at a throttled gs:// is a second, and its retries take up to 15 minutes. Orbax has no
-# setting for them. These take up to 2 minutes.
+# TensorStore's own first wait at a throttled gs:// is a second, and its retries take up to 15 minutes. These take up to
+# 2 minutes. Orbax has no setting for them: its handler of arrays gets them, not the last step of a save, which joins
+# the files of all processes.
 _RETRIES = {"max_retries": 16, "initial_delay": "100ms", "max_delay": "8s"}
-for _context in (tensorstore_utils._BASE_TS_CONTEXT, tensorstore_utils._DEFAULT_OCDBT_TS_CONTEXT):
-    _context["gcs_request_retries"] = _RETRIES
-# Threads of a failed save wait for each other for minutes; a run that has failed must not wait for them at its end.
-future._SignalingThread = functools.partial(future._SignalingThread, daemon=True)
 # Timeout of a write, with its barriers among several processes; large states on slow disks take minutes.
 _TIMEOUT_SECONDS = 1800
 
@@ -33,7 +30,9 @@ class ArrayWriter:
 
     def __init__(self) -> None:
         _drop_late_callbacks()
-        options = ocp.options.AsyncOptions(timeout_secs=_TIMEOUT_SECONDS)
+        # Threads that create folders in the background, and those that wait for them, would keep a run whose save has
+        # failed from ending for minutes.
+        options = ocp.options.AsyncOptions(timeout_secs=_TIMEOUT_SECONDS, create_directories_asynchronously=False)
         self._orbax = ocp.AsyncCheckpointer(_handler(), async_options=options)
 
     def start(self, path: str, parts: Mapping[str, Any]) -> None:
@@ -101,10 +100,39 @@ def with_shardings(abstract: Any, shardings: Any) -> Any:
     )
 
 
+class _ArrayHandler(ocp.type_handlers.ArrayHandler):  # type: ignore[misc]
+    """Orbax's handler of arrays, with our retries."""
+
+    async def serialize(self, values: Any, infos: Any, args: Any = None) -> Any:
+        return await super().serialize(values, _with_retries(infos), args)
+
+    async def deserialize(self, infos: Any, args: Any = None) -> Any:
+        return await super().deserialize(_with_retries(infos), args)
+
+    async def metadata(self, infos: Any) -> Any:
+        return await super().metadata(_with_retries(infos))
+
+
+def _with_retries(infos: Any) -> list[Any]:
+    """What Orbax knows of each array, with another context of TensorStore: one for all, which share its caches."""
+    given = {id(info.ts_context): info.ts_context for info in infos}
+    contexts = {
+        key: tensorstore.Context({**context.spec.to_json(), "gcs_request_retries": _RETRIES})
+        for key, context in given.items()
+    }
+    copies = [copy.copy(info) for info in infos]
+    for info in copies:
+        info.ts_context = contexts[id(info.ts_context)]
+    return copies
+
+
+def _tree_handler() -> Any:
+    registry = ocp.type_handlers.create_type_handler_registry((jax.Array, _ArrayHandler()))
+    return ocp.PyTreeCheckpointHandler(use_compression=False, type_handler_registry=registry)
+
+
 def _handler() -> Any:
-    return ocp.CompositeCheckpointHandler(
-        **{name: ocp.PyTreeCheckpointHandler(use_compression=False) for name in _PARTS}
-    )
+    return ocp.CompositeCheckpointHandler(**{name: _tree_handler() for name in _PARTS})
 
 
 def _full(path: str) -> str:
@@ -117,8 +145,8 @@ def _has(path: str, part: str) -> bool:
 
 def _stored(path: str, part: str) -> Any:
     """Shapes and types of the stored tree."""
-    handler = ocp.PyTreeCheckpointHandler()  # ocp.Checkpointer would require a file that parts do not have
-    return handler.metadata(epath.Path(_full(path)) / part).tree
+    # ocp.Checkpointer would require a file that parts do not have
+    return _tree_handler().metadata(epath.Path(_full(path)) / part).tree
 
 
 def _name(where: Any) -> str:

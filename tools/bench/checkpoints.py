@@ -124,7 +124,7 @@ def one_round(folder: str, parts: dict[str, Any]) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gib", type=float, default=1.0)
-    parser.add_argument("--folder", default=".")
+    parser.add_argument("--folder", type=os.path.abspath, default=".")
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
     parts = jax.block_until_ready(make_state(arguments.gib))
