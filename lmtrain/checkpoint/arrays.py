@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore
 from etils import epath
@@ -127,7 +128,8 @@ def _with_retries(infos: Any) -> list[Any]:
 
 
 def _tree_handler() -> Any:
-    registry = ocp.type_handlers.create_type_handler_registry((jax.Array, _ArrayHandler()))
+    handlers = ((jax.Array, _ArrayHandler()), (np.ndarray, ocp.type_handlers.NumpyHandler()))
+    registry = ocp.type_handlers.create_type_handler_registry(*handlers)
     return ocp.PyTreeCheckpointHandler(use_compression=False, type_handler_registry=registry)
 
 
