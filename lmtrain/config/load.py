@@ -22,7 +22,7 @@ from lmtrain.runtime.text import require_utf8
 
 _EXPECTED = "Input should be "
 _SHOWN_CHARACTERS = 60
-_SHOWN_PROBLEMS = 100
+_SHOWN_PROBLEMS = 300
 _SHOWN_NAMES = 3
 # Settings of other systems that are not used with 0 or -1.
 _OFF_AT_ZERO = ("val_set_size", "val_split_fraction", "max_steps", "save_total_limit", "neftune_noise_alpha")
@@ -160,7 +160,9 @@ def _describe_type(tree: ConfigTree, path: Path, seen: Any, context: dict[str, s
     known = re.findall(r"'([^']*)'", context["expected_tags"])
     if not isinstance(seen, dict):
         where = tree.origin_of(path)
-        return f"{where}: {dotted(path)}: expected a map with type: {_or(known)}, not {_as_written(seen)}"
+        advice = other_names("types").get(str(seen).lower())
+        more = f"; {advice}" if advice else ""
+        return f"{where}: {dotted(path)}: expected a map with type: {_or(known)}, not {_as_written(seen)}{more}"
     what = next(part for part in reversed(path) if isinstance(part, str))
     path = (*path, "type")
     place = "--" if str(tree.origin_of(path)) == f"--{dotted(path)}" else f"{tree.origin_of(path)}: "

@@ -194,6 +194,7 @@ def test_advice_names_existing_settings_for_a_name_that_does_not_exist():
         ({"chat_template": "chatml"}, "data.format.chat_template"),
         ({"model": {"type": "qwen3"}}, "type: llama"),
         ({"optimizer": {"type": "adamw_torch_fused"}}, "type: adam"),
+        ({"optimizer": "paged_adamw_8bit"}, "which is AdamW"),
         ({"objective": {"type": "ipo"}}, "loss: ipo"),
         ({"lora": {"use_dora": True}}, "unsupported: DoRA"),
         ({"ref_model": "acme/base"}, "remove it"),
