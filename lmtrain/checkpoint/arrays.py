@@ -101,7 +101,7 @@ def with_shardings(abstract: Any, shardings: Any) -> Any:
     )
 
 
-class _ArrayHandler(ocp.type_handlers.ArrayHandler):  # type: ignore[misc]
+class _ArrayHandler(ocp.type_handlers.ArrayHandler):  # type: ignore[misc]  # Orbax has no types
     """Orbax's handler of arrays, with our retries."""
 
     async def serialize(self, values: Any, infos: Any, args: Any = None) -> Any:
