@@ -72,7 +72,9 @@ def _child(
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        atexit._run_exitfuncs()  # multiprocessing ends its processes without them
+        # what the end of an interpreter does, and that of a process of multiprocessing does not
+        atexit._run_exitfuncs()
+        jax.distributed.shutdown()
 
 
 class _PoolWorker(_CONTEXT.Process):

@@ -25,8 +25,9 @@ if [ "${1:-}" = "--newest" ]; then
     [ $# -gt 0 ] || set -- python3.13
 fi
 [ $# -gt 0 ] || set -- python3.12 python3.13
-excluded=(parity deploy end_to_end/test_{benchmarks,chat,continued,lora}.py evaluation/benchmarks)
-excluded+=(hf/test_weight_files.py weights/test_compare_logits.py test_readme.py)
+excluded=(parity deploy end_to_end/test_{benchmarks,chat,continued,distillation,eight_bit,lora,moe,preferences}.py)
+excluded+=(end_to_end/test_transfer.py commands/test_check_texts.py evaluation/benchmarks hf/test_weight_files.py objectives/test_distillation.py)
+excluded+=(preprocess/test_token_sources.py weights/test_compare_export.py test_readme.py)
 for python in "$@"; do
     version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
     export VENV=".venv-$version${newest:+-newest}" PYTHON="$python" EXTRA=tests

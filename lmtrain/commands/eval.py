@@ -10,8 +10,7 @@ from pydantic import ValidationError
 from lmtrain.commands.arguments import Parser, add_model_flags, at_least, check_model_flags, parse_run
 from lmtrain.config.load import first_problem
 from lmtrain.data.caches import Cache
-from lmtrain.evaluation.benchmarks.check import check_benchmarks
-from lmtrain.evaluation.benchmarks.config import EvalHarnessConfig
+from lmtrain.evaluation.benchmarks.config import EvalHarnessConfig, check_benchmarks
 from lmtrain.preprocess.prepare import find_caches, start_build, wait
 from lmtrain.run.run import require_secrets
 from lmtrain.runtime.errors import UserError

@@ -9,8 +9,7 @@ from lmtrain.commands.arguments import Parser, at_least, parse_run
 from lmtrain.data.cache_manifest import count_documents
 from lmtrain.data.caches import describe_epochs
 from lmtrain.data.verification import bytes_to_verify, verify
-from lmtrain.evaluation.benchmarks.check import check_benchmarks
-from lmtrain.evaluation.benchmarks.config import EvalHarnessConfig
+from lmtrain.evaluation.benchmarks.config import EvalHarnessConfig, check_benchmarks
 from lmtrain.preprocess.prepare import SplitCaches, find_caches, require_text, start_build, wait
 from lmtrain.preprocess.prepare_demo import missing_demo, prepare_demo
 from lmtrain.preprocess.recipe import Dropped

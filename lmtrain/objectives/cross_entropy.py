@@ -2,16 +2,18 @@
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
 
+from lmtrain.models.base_config import FurtherLoss
 from lmtrain.models.interface import MAIN, Head, Outputs
 from lmtrain.objectives.chunked_sums import Chunks
-from lmtrain.objectives.config import CrossEntropyConfig, WeightedCrossEntropyConfig
-from lmtrain.objectives.interface import LossTerms
+from lmtrain.objectives.config import CrossEntropyConfig, ObjectiveConfig, WeightedCrossEntropyConfig
+from lmtrain.objectives.interface import LOSS, Loss, LossTerms, Objective, Weighted
 from lmtrain.objectives.row_losses import LogitStatistics, sum_of_row_losses
+from lmtrain.runtime.errors import UserError
 from lmtrain.sharding.local import sum_over
 
 
@@ -128,3 +130,22 @@ def _share(chunks: Chunks, weight_T: jax.Array, uniform_T: jax.Array) -> tuple[j
     owner_T = jnp.minimum((until_PT <= wanted_T).sum(0), len(until_PT) - 1)
     before_T = jnp.take_along_axis(jnp.pad(until_PT, ((1, 0), (0, 0))), owner_T[None], axis=0)[0]
     return wanted_T - before_T, owner_T == jax.lax.axis_index(chunks.vocab)
+
+
+def build_objective(
+    config: ObjectiveConfig, z_loss_weight: float, further: Mapping[str, FurtherLoss] | None = None
+) -> Objective:
+    """The objective of a run; `further` are the losses of the model's outputs besides the main one.
+
+    If the main loss is a cross-entropy, the others have its settings. Raises `UserError` for answers in pairs and a
+    model with further outputs: both answers would be learned.
+    """
+    main: Loss = config.build(z_loss_weight)
+    if further and config.needs_pairs:
+        raise UserError(f"objective.type: {config.type} cannot train the model's outputs {', '.join(further)}")
+    like = main if isinstance(main, CrossEntropy) else CrossEntropy()
+    others = {
+        name: Weighted(replace(like, output=own.output, shift=own.shift), own.coefficient)
+        for name, own in (further or {}).items()
+    }
+    return {LOSS: Weighted(main), **others}

@@ -146,6 +146,8 @@ def main(argv: list[str]) -> int:
 
 def answer(request: Request, folder: str) -> None:
     """Write all figures of a request to a folder."""
+    import jax
+
     from lmtrain.plan.figures import compiled_figures, describe
     from lmtrain.plan.measure import measure
     from lmtrain.runtime.accelerators import find_accelerator, refused_option
@@ -163,7 +165,8 @@ def answer(request: Request, folder: str) -> None:
             _write(folder, step, measure(program, accelerator))
             continue
         try:
-            compiled = lower(program, step).compile()
+            with jax.default_device(devices[0]):  # whose features tokamax looks at when it is traced
+                compiled = lower(program, step).compile()
         except Exception as error:
             if refused := refused_option(error):
                 raise refused from None

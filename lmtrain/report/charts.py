@@ -8,7 +8,7 @@ from functools import cache
 MAX_METRICS = 16  # that one plot can show
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Chart:
     """A plot. `metrics` is a regular expression for complete names.
 
@@ -24,86 +24,24 @@ class Chart:
 
 
 CHARTS = (
-    Chart(name="loss", title="Training loss", unit="nats per token", metrics="train/loss"),
-    Chart(name="eval-loss", title="Evaluation loss", unit="nats per token", metrics=r"eval/(.+/)?(macro_)?loss"),
-    Chart(name="eval-bpb", title="Evaluation, bits per byte", unit="bits per byte", metrics=r"eval/(.+/)?(macro_)?bpb"),
-    Chart(
-        name="eval-other",
-        title="Other evaluations",
-        unit="",
-        metrics=r"eval/(?!(.+/)?(macro_)?(loss|bpb)$|(ema/)?tokens$).+",
-    ),
-    Chart(name="learning-rate", title="Learning rate", unit="", metrics="train/learning_rate", from_zero=True),
-    Chart(name="gradient-norm", title="Gradient norm", unit="", metrics="train/gradient_norm", from_zero=True),
-    Chart(name="parameter-norm", title="Parameter norm", unit="", metrics="params/norm/total"),
-    Chart(
-        name="expert-load",
-        title="Load of experts",
-        unit="relative to the mean",
-        metrics=r"moe/(max|min|max_device)_load",
-        from_zero=True,
-    ),
-    Chart(
-        name="layer-load",
-        title="Most used expert of a layer",
-        unit="relative to the mean",
-        metrics="moe/max_load/.+",
-        compared=1,
-    ),
-    Chart(
-        name="dead-experts",
-        title="Experts without a token",
-        unit="in all layers",
-        metrics="moe/dead_experts",
-        from_zero=True,
-    ),
-    Chart(
-        name="router-losses",
-        title="Losses of the routers",
-        unit="without coefficients",
-        metrics=r"moe/(balance|z)_loss",
-        compared=1,
-    ),
-    Chart(name="router-entropy", title="Entropy of the routers", unit="nats", metrics="moe/router_entropy"),
-    Chart(name="skipped-steps", title="Updates skipped so far", unit="", metrics="optim/skipped_steps", from_zero=True),
-    Chart(
-        name="throughput",
-        title="Throughput",
-        unit="tokens per second",
-        metrics="throughput/tokens_per_second",
-        from_zero=True,
-    ),
-    Chart(
-        name="mfu",
-        title="Model FLOPs utilization",
-        unit="percent",
-        metrics=r"throughput/mfu(_causal)?",
-        from_zero=True,
-        compared=1,
-    ),
-    Chart(
-        name="step-time",
-        title="Time of a step",
-        unit="seconds",
-        metrics=r"throughput/(duration|\w+_time)",
-        from_zero=True,
-        compared=1,
-    ),
-    Chart(
-        name="saving",
-        title="Training waits for a save",
-        unit="seconds",
-        metrics="checkpoint/blocking_seconds",
-        from_zero=True,
-    ),
-    Chart(
-        name="memory",
-        title="Peak memory",
-        unit="bytes",
-        metrics=r"memory/(.+/)?(.+_)?peak_bytes",
-        from_zero=True,
-        compared=2,
-    ),
+    Chart("loss", "Training loss", "nats per token", "train/loss"),
+    Chart("eval-loss", "Evaluation loss", "nats per token", r"eval/(.+/)?(macro_)?loss"),
+    Chart("eval-bpb", "Evaluation, bits per byte", "bits per byte", r"eval/(.+/)?(macro_)?bpb"),
+    Chart("eval-other", "Other evaluations", "", r"eval/(?!(.+/)?(macro_)?(loss|bpb)$|(ema/)?tokens$).+"),
+    Chart("learning-rate", "Learning rate", "", "train/learning_rate", from_zero=True),
+    Chart("gradient-norm", "Gradient norm", "", "train/gradient_norm", from_zero=True),
+    Chart("parameter-norm", "Parameter norm", "", "params/norm/total"),
+    Chart("expert-load", "Load of experts", "relative to the mean", r"moe/(max|min|max_device)_load", from_zero=True),
+    Chart("layer-load", "Most used expert of a layer", "relative to the mean", "moe/max_load/.+", compared=1),
+    Chart("dead-experts", "Experts without a token", "in all layers", "moe/dead_experts", from_zero=True),
+    Chart("router-losses", "Losses of the routers", "without coefficients", r"moe/(balance|z)_loss", compared=1),
+    Chart("router-entropy", "Entropy of the routers", "nats", "moe/router_entropy"),
+    Chart("skipped-steps", "Updates skipped so far", "", "optim/skipped_steps", from_zero=True),
+    Chart("throughput", "Throughput", "tokens per second", "throughput/tokens_per_second", from_zero=True),
+    Chart("mfu", "Model FLOPs utilization", "percent", r"throughput/mfu(_causal)?", from_zero=True, compared=1),
+    Chart("step-time", "Time of a step", "seconds", r"throughput/(duration|\w+_time)", from_zero=True, compared=1),
+    Chart("saving", "Training waits for a save", "seconds", "checkpoint/blocking_seconds", from_zero=True),
+    Chart("memory", "Peak memory", "bytes", r"memory/(.+/)?(.+_)?peak_bytes", from_zero=True, compared=2),
 )
 
 TOKENS, DURATION = "throughput/total_tokens", "throughput/duration"

@@ -1,12 +1,9 @@
-"""Fixture with the fake Hub; tensors of torch."""
+"""Fixture with the fake Hub."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
-import ml_dtypes
-import numpy as np
 import pytest
-import torch
 from hf.fake_hub import FakeHub
 
 
@@ -22,9 +19,3 @@ def hub(tmp_path: Path) -> Iterator[FakeHub]:
     yield hub
     hub.close()
     assert hub.surprises == []
-
-
-def to_torch(array: np.ndarray) -> torch.Tensor:
-    if array.dtype == ml_dtypes.bfloat16:
-        return torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16)
-    return torch.from_numpy(array)

@@ -9,7 +9,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from hf.conftest import to_torch
 from safetensors.numpy import save
 
 from lmtrain.hf.find_tokenizer import find_tokenizer
@@ -25,6 +24,12 @@ TENSORS = {
     "d": np.zeros((0, 3), np.float32),
 }
 PARTS = {"one": ["a", "d"], "two": ["b"], "three": ["c"]}
+
+
+def to_torch(array: np.ndarray) -> torch.Tensor:
+    if array.dtype == ml_dtypes.bfloat16:
+        return torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
 
 
 @pytest.fixture(params=["path", "memory"])

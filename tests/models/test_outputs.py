@@ -12,7 +12,7 @@ from lmtrain.evaluation.eval_step import build_eval_step
 from lmtrain.models.interface import MAIN, outputs_of
 from lmtrain.models.registry import build_model
 from lmtrain.objectives.config import OrpoConfig, WeightedCrossEntropyConfig
-from lmtrain.objectives.registry import build_objective
+from lmtrain.objectives.cross_entropy import build_objective
 from lmtrain.run.config import RunConfig
 from lmtrain.runtime.errors import UserError
 from lmtrain.train.program.program import build_program

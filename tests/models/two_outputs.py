@@ -13,8 +13,8 @@ from lmtrain.models.layers.linear import Linear
 from lmtrain.models.llama.config import LlamaConfig
 from lmtrain.models.llama.model import LlamaLM
 from lmtrain.objectives.config import CrossEntropyConfig
+from lmtrain.objectives.cross_entropy import build_objective
 from lmtrain.objectives.interface import Objective
-from lmtrain.objectives.registry import build_objective
 
 SECOND = "second_token"
 COEFFICIENT = 0.3

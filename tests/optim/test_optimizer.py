@@ -8,14 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from lmtrain.optim.config import (
-    AdafactorConfig,
-    AdamConfig,
-    LionConfig,
-    MuonConfig,
-    SophiaGConfig,
-    SophiaHConfig,
-)
+from lmtrain.optim.config import AdafactorConfig, AdamConfig, LionConfig, MuonConfig, SophiaGConfig, SophiaHConfig
 from lmtrain.optim.optimizer import LearningRateState, build_optimizer
 
 RNG = np.random.default_rng(0)
@@ -102,10 +95,7 @@ def plain_adamw(params, gradients, rates, b1, b2, eps, decay, nesterov=False):
     return p
 
 
-@pytest.mark.parametrize(
-    ("path", "decays"),
-    [(("layer", "kernel"), True), (("norm", "scale"), False)],
-)
+@pytest.mark.parametrize(("path", "decays"), [(("layer", "kernel"), True), (("norm", "scale"), False)])
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_two_updates_are_adamw_with_decay_on_kernels_only(path, decays, nesterov):
     config = AdamConfig(weight_decay=0.3, beta1=0.8, beta2=0.9, epsilon=1e-3, max_grad_norm=None, nesterov=nesterov)

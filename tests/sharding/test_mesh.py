@@ -16,13 +16,7 @@ TENSOR = dict.fromkeys(("mlp", "expert_mlp", "heads", "kv_heads"), "model")
 
 def test_the_mesh_has_the_axes_replica_data_expert_context_model_and_all_devices():
     layout = build_layout(PartitioningConfig())
-    assert dict(layout.mesh.shape) == {
-        "replica": 1,
-        "data": jax.device_count(),
-        "expert": 1,
-        "context": 1,
-        "model": 1,
-    }
+    assert dict(layout.mesh.shape) == {"replica": 1, "data": jax.device_count(), "expert": 1, "context": 1, "model": 1}
     assert layout.num_batch_shards == jax.device_count()
     assert layout.batch.spec == PartitionSpec(("replica", "data"), None)
     assert layout.rows.spec == PartitionSpec(("replica", "data"))

@@ -3,6 +3,8 @@
 from typing import Any
 
 from lmtrain.config.section import FreeText, Section, changeable
+from lmtrain.hf.hub import prepare_hub
+from lmtrain.runtime.errors import UserError
 
 
 class BenchmarkTask(Section):
@@ -67,3 +69,17 @@ class EvalHarnessConfig(Section):
     confirm_run_unsafe_code: bool = changeable(
         False, description="Tasks may run Python code: of the folder include_path, or written by the model"
     )
+
+
+def check_benchmarks(config: EvalHarnessConfig) -> None:
+    """Raise `UserError` if lm-eval is missing, or has no task of a name; all such names are reported at once."""
+    prepare_hub()  # before lm-eval, which imports the libraries of the Hub: offline they would retry for a minute
+    try:
+        import lm_eval  # noqa: F401
+    except ImportError:
+        raise UserError(
+            "eval_harness: lm-eval is not installed; run `pip install 'lm-eval<0.5'`, or remove eval_harness"
+        ) from None
+    from lmtrain.evaluation.benchmarks.tasks import find_tasks
+
+    find_tasks(config)

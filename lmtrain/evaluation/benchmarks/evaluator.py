@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from lmtrain.evaluation.benchmarks.check import check_benchmarks
-from lmtrain.evaluation.benchmarks.config import EvalHarnessConfig
+from lmtrain.evaluation.benchmarks.config import EvalHarnessConfig, check_benchmarks
 from lmtrain.evaluation.interface import Context
 from lmtrain.hf.tokenizer import Tokenizer
 from lmtrain.runtime.errors import UserError

@@ -60,9 +60,21 @@ def missing_in_jax(module: str, part: str) -> str:
     return "" if found else f"requires {part}, which JAX {jax.__version__} does not have"
 
 
+def missing_tokamax() -> str:
+    """The reason of a kernel of the package tokamax; empty if it can be used."""
+    if jax.__version_info__ < (0, 11, 1):
+        return f"requires JAX 0.11.1 or later, got {jax.__version__}"
+    return "" if importlib.util.find_spec("tokamax") else "requires tokamax: run `pip install tokamax`"
+
+
+def is_hopper(device_kind: str) -> bool:
+    """Whether this is a server GPU of compute capability 9.0, by JAX's name of it."""
+    return any(name in device_kind for name in ("H100", "H200", "H800", "H20"))
+
+
 def is_hopper_or_later(device_kind: str) -> bool:
     """Whether this is a server GPU of compute capability 9.0 or later, by JAX's name of it."""
-    return any(name in device_kind for name in ("H100", "H200", "H800", "H20", "B200", "B300"))
+    return is_hopper(device_kind) or any(name in device_kind for name in ("B200", "B300"))
 
 
 # Words of JAX's names of GPUs before compute capability 8.0.

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 # `auto`, then the modules of this folder with a record `KERNEL`, in the order in which `auto` tries them.
-AttentionBackend = Literal["auto", "cudnn", "triton", "cudnn_packed", "splash", "blockwise", "xla"]
+AttentionBackend = Literal["auto", "cudnn", "triton", "cudnn_packed", "tokamax", "splash", "blockwise", "xla"]
 
 # The kernel that supports everything on every device.
 PLAIN = "xla"

@@ -43,10 +43,15 @@ class GroupedKernel:
 
 
 # By platform: modules of this folder with a record `KERNEL`, the fastest first. The last runs everywhere.
-_KERNELS = {"tpu": ("megablox", "tiled"), "gpu": ("triton", "tiled"), "cpu": ("tiled",)}
+_KERNELS = {"tpu": ("megablox", "tiled"), "gpu": ("triton", "tokamax", "tiled"), "cpu": ("tiled",)}
 
 # Part of the name of all grouped products in a compiled program.
 SCOPE = "grouped_product"
+
+
+def of_experts(x: jax.Array, sizes: jax.Array) -> jax.Array:
+    """`x` with zeros in the rows after the last expert's."""
+    return jnp.where((jnp.arange(len(x)) < sizes.sum())[:, None], x, jnp.zeros((), x.dtype))
 
 
 def kernel_of(name: str) -> GroupedKernel:

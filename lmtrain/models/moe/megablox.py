@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from lmtrain.models.moe.grouped import GroupedKernel
+from lmtrain.models.moe.grouped import GroupedKernel, of_experts
 from lmtrain.sharding.local import platform
 
 # Sizes of tiles in rows, and the share of the rows that they may add: a tile of several experts is computed for each of
@@ -43,7 +43,7 @@ def by_rows(x: jax.Array, kernel: jax.Array, sizes: jax.Array, transposed: bool,
     tiles = _tiles(rows, len(kernel), x.shape[1], kernel.shape[1 if transposed else 2])
     y = gmm(x, kernel, sizes, dtype, tiles, transpose_rhs=transposed, interpret=platform() != "tpu")
     # the kernel does not write rows after the last expert's
-    return jnp.where((jnp.arange(len(y)) < sizes.sum())[:, None], y, 0)[:rows]
+    return of_experts(y, sizes)[:rows]
 
 
 def d_kernel(x: jax.Array, d_y: jax.Array, sizes: jax.Array, dtype: Any) -> jax.Array:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from lmtrain.models.layers.quantized import contract
-from lmtrain.models.moe.grouped import GroupedKernel
+from lmtrain.models.moe.grouped import GroupedKernel, of_experts
 
 # A tile has this part of the mean number of an expert's rows, within limits: the last one of each is partly empty.
 _PART_OF_MEAN = 1 / 4
@@ -44,13 +44,13 @@ def by_rows(x: jax.Array, kernel: jax.Array, sizes: jax.Array, transposed: bool,
 
     zeros = jnp.zeros((len(padded), kernel.shape[1 if transposed else 2]), dtype)
     out, _ = jax.lax.scan(of_expert, zeros, (kernel, jnp.cumsum(sizes) - sizes, sizes))
-    return _of_experts(out[: len(x)], sizes)
+    return of_experts(out[: len(x)], sizes)
 
 
 def d_kernel(x: jax.Array, d_y: jax.Array, sizes: jax.Array, dtype: Any) -> jax.Array:
     """See `GroupedKernel`."""
     tile = tile_for(len(x), len(sizes))
-    padded, d_padded = (jnp.pad(_of_experts(array, sizes), ((0, tile), (0, 0))) for array in (x, d_y))
+    padded, d_padded = (jnp.pad(of_experts(array, sizes), ((0, tile), (0, 0))) for array in (x, d_y))
 
     def of_expert(_: None, part: Any) -> tuple[None, jax.Array]:
         begin, size = part
@@ -68,11 +68,6 @@ def d_kernel(x: jax.Array, d_y: jax.Array, sizes: jax.Array, dtype: Any) -> jax.
         return None, total.astype(dtype)
 
     return jax.lax.scan(of_expert, None, (jnp.cumsum(sizes) - sizes, sizes))[1]
-
-
-def _of_experts(x: jax.Array, sizes: jax.Array) -> jax.Array:
-    """`x` with zeros in the rows after the last expert's."""
-    return jnp.where((jnp.arange(len(x)) < sizes.sum())[:, None], x, jnp.zeros((), x.dtype))
 
 
 def _mean_tiles(rows: int, experts: int) -> float:

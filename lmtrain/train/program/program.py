@@ -18,7 +18,7 @@ from lmtrain.models.layers.quantized import Quantized
 from lmtrain.models.moe.grouped import choose_grouped, kernel_of
 from lmtrain.models.params import by_layer, parameter_axes, stored
 from lmtrain.models.registry import build_model
-from lmtrain.objectives.registry import build_objective
+from lmtrain.objectives.cross_entropy import build_objective
 from lmtrain.optim.optimizer import build_optimizer
 from lmtrain.optim.schedules import build_schedule
 from lmtrain.run.config import RunConfig

@@ -4,7 +4,7 @@ from contextlib import ExitStack
 
 from lmtrain.checkpoint.discovery import find_checkpoints, list_checkpoints
 from lmtrain.data.caches import Caches, check_batch, choose_steps
-from lmtrain.evaluation.benchmarks.check import check_benchmarks
+from lmtrain.evaluation.benchmarks.config import check_benchmarks
 from lmtrain.hf.find_tokenizer import open_tokenizer
 from lmtrain.lora.peft import check_adapter_config
 from lmtrain.run.config import RunConfig, data_seed, without_effect

@@ -8,7 +8,7 @@ import pytest
 from chat_tokenizer import write_chat_tokenizer
 from evaluation.local_tasks import harness
 
-from lmtrain.evaluation.benchmarks.check import check_benchmarks
+from lmtrain.evaluation.benchmarks.config import check_benchmarks
 from lmtrain.evaluation.benchmarks.evaluator import Benchmarks, metrics_of
 from lmtrain.evaluation.benchmarks.language_model import generation_limits
 from lmtrain.evaluation.run import Evaluations

@@ -1,5 +1,6 @@
 """NVIDIA's kernels without a GPU: arguments and documents as JAX's functions take them, and calls in the program."""
 
+import functools
 import re
 
 import jax
@@ -10,7 +11,7 @@ import pytest
 from lmtrain.compiled.executions import RARELY
 from lmtrain.models.attention import cudnn_packed
 from lmtrain.models.attention.attend import attend
-from lmtrain.models.attention.kernel import self_attend
+from lmtrain.models.attention.kernel import missing_tokamax, self_attend
 from lmtrain.models.layers.remat import checkpoint
 
 
@@ -32,6 +33,22 @@ def test_the_arguments_for_jax_give_plain_attention(monkeypatch, kv_heads, windo
     )(q, k, v)
     assert asked == ["cudnn"]
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.skipif(bool(missing_tokamax()), reason="needs JAX 0.11.1, and so Python 3.12: tools/check_matrix.sh")
+@pytest.mark.parametrize(("kv_heads", "window", "cap"), [(1, None, None), (2, 1, None), (4, 5, 2.0), (2, None, 0.5)])
+def test_the_arguments_for_tokamax_give_plain_attention_and_its_gradients(kv_heads, window, cap):
+    """Its arguments have the same meaning for all implementations; without a GPU it has plain operations."""
+    rng = np.random.default_rng(0)
+    q, k, v, d = (rng.normal(size=(2, heads, 13, 8)).astype(np.float32) for heads in (4, kv_heads, kv_heads, 4))
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(backend, *arrays):
+        mixed, pull = jax.vjp(lambda *a: self_attend(backend, *a, 0.3, window=window, cap=cap), *arrays)
+        return mixed, *pull(d)
+
+    for found, expected in zip(run("tokamax", q, k, v), run("xla", q, k, v), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
 
 
 JAX_MODULE = "jax._src.cudnn.fused_attention_stablehlo"

@@ -15,6 +15,7 @@ from lmtrain.models.attention.names import FEATURES, PLAIN, AttentionBackend, At
 from lmtrain.models.backpack.config import BackpackConfig
 from lmtrain.models.gpt2.config import Gpt2Config
 from lmtrain.models.llama.config import LlamaConfig
+from lmtrain.models.moe.grouped import choose_grouped
 from lmtrain.models.mpt.config import MptConfig
 from lmtrain.run.config import RunConfig
 from lmtrain.runtime.errors import UserError
@@ -27,6 +28,21 @@ SHORT, LONG = 4095, 4096
 
 
 H100, A100 = "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB"
+
+
+REMOVED: set[str] = set()  # modules that a test hides
+
+
+@pytest.fixture(autouse=True)
+def packages(monkeypatch):
+    """tokamax, and a JAX that it runs with, on every machine."""
+    find = importlib.util.find_spec
+    monkeypatch.setattr(jax, "__version_info__", (0, 12, 0))
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name: None if name in REMOVED else find("jax" if name == "tokamax" else name)
+    )
+    yield
+    REMOVED.clear()
 
 
 def choose(backend, features=(), platform="cpu", seq_len=SHORT, block_size=None, kind=H100):
@@ -71,11 +87,8 @@ def test_an_explicit_backend_for_another_device_is_refused_with_both_names(backe
     ("platform", "seq_len", "needs", "name"),
     [
         ("cpu", SHORT, [], "xla"),
-        ("cpu", LONG, [], "blockwise"),
         ("cpu", LONG, ["dropout"], "xla"),
-        ("gpu", SHORT, [], "cudnn"),
         ("gpu", LONG, ["window"], "cudnn"),
-        ("gpu", SHORT, ["segments"], "triton"),
         ("gpu", LONG, ["segments", "window", "alibi"], "triton"),
         ("gpu", SHORT, ["segments", "dropout"], "xla"),
         ("gpu", LONG, ["float32"], "blockwise"),
@@ -88,25 +101,27 @@ def test_choices_of_auto(platform, seq_len, needs, name):
     assert choose("auto", needs, platform, seq_len)[0] == name
 
 
-def test_a_backend_that_jax_has_removed_is_replaced_by_the_next_one_with_the_reason(monkeypatch):
-    removed = ["jax.experimental.pallas.triton"]
-    find = importlib.util.find_spec
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name in removed else find(name))
-    choice = choose("auto", ["segments"], "gpu", LONG)
-    assert choice.name == "cudnn_packed"
-    assert jax.__version__ in choice.reason
+def test_a_backend_that_jax_has_removed_is_replaced_by_the_next_one_with_the_reason():
+    REMOVED.add("jax.experimental.pallas.triton")
+    assert jax.__version__ in choose("auto", ["segments"], "gpu", LONG).reason
     with pytest.raises(UserError, match=r"model\.attn_backend: triton"):
         choose("triton", ["segments"], "gpu")
-    choice = choose("auto", ["segments"], "gpu", LONG, kind=A100)
-    assert choice.name == "blockwise"
-    assert A100 in choice.reason
-    removed.append("jax._src.cudnn.fused_attention_stablehlo")
+    assert A100 in choose("auto", ["segments"], "gpu", LONG, kind=A100).reason
+    REMOVED.update(["jax._src.cudnn.fused_attention_stablehlo", "tokamax"])
     assert choose("auto", ["segments"], "gpu", LONG).name == "blockwise"
+    choice = choose("auto", ["cap"], "gpu", LONG)
+    assert (choice.name, "pip install tokamax" in choice.reason) == ("blockwise", True)
+
+
+def test_tokamax_needs_jax_0_11_1(monkeypatch):
+    monkeypatch.setattr(jax, "__version_info__", (0, 11, 0))
+    with pytest.raises(UserError, match=r"tokamax .*0\.11\.1"):
+        choose("tokamax", [], "gpu")
 
 
 def test_auto_gives_the_reasons_against_earlier_backends():
     found = choose("auto", ["segments", "dropout"], "gpu", LONG).reason.split("; ")
-    assert [reason.split()[0] for reason in found] == ["cudnn", "triton", "cudnn_packed", "blockwise"]
+    assert [reason.split()[0] for reason in found] == ["cudnn", "triton", "cudnn_packed", "tokamax", "blockwise"]
     assert all(FEATURES["dropout"] in reason for reason in found)
 
 
@@ -224,3 +239,22 @@ def test_no_file_outside_the_folder_names_a_kernel():
     assert len(outside) > 100
     naming = {str(path.relative_to(ROOT)): found for path in outside if (found := NAMES & set(words(path)))}
     assert not naming
+
+
+def test_the_guide_has_the_kernels_that_are_chosen():
+    """The table of parallelism.md, by device and with or without the Triton backend."""
+    page = (Path(__file__).parents[3] / "configs/guide/parallelism.md").read_text().partition("## Kernels")[2]
+    rows = [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in page.splitlines() if line[:1] == "|"]
+    kinds = {"H100": H100, "B200": "NVIDIA B200", "A100": A100, "L4": "NVIDIA L4", "T4": "Tesla T4"}
+    seen = set()
+    for devices, version, *names, experts in rows[2:]:
+        for device in devices.split(", "):
+            platform = {"TPU": "tpu", "CPU": "cpu"}.get(device, "gpu")
+            kind = kinds.get(device, device)
+            for has_triton in {"with Triton": [True], "without": [False], "any": [True, False]}[version]:
+                REMOVED.clear()
+                REMOVED.update([] if has_triton else ["jax.experimental.pallas.triton"])
+                found = [choose("auto", needs, platform, LONG, kind=kind).name for needs in ([], ["segments"], ["cap"])]
+                assert [*found, choose_grouped(platform, kind).name] == [*names, experts], (device, version)
+                seen.add((device, has_triton))
+    assert len(seen) == 2 * len({"TPU", "CPU", *kinds})

@@ -63,13 +63,7 @@ PRIME = 2**18 + 3
 
 
 @pytest.mark.parametrize(
-    ("leading", "inputs", "outputs"),
-    [
-        ((2, PRIME), 2, 3),
-        ((133_144,), 2, 3),
-        ((2, 3), PRIME, 2),
-        ((5,), 2, PRIME),
-    ],
+    ("leading", "inputs", "outputs"), [((2, PRIME), 2, 3), ((133_144,), 2, 3), ((2, 3), PRIME, 2), ((5,), 2, PRIME)]
 )
 def test_int32_sums_do_not_overflow(leading, inputs, outputs):
     """Ones are the largest integers, 127: int32 adds 133,144 products of them."""
