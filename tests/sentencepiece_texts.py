@@ -34,11 +34,7 @@ def train(words: Iterable[str] = PLAIN, **options) -> bytes:
     """A model trained on sentences of the words."""
     chance = random.Random(0)
     words, model = list(words), io.BytesIO()
-    defaults = {
-        "vocab_size": 470 if options.get("byte_fallback") else 200,
-        "hard_vocab_limit": False,
-        "minloglevel": 3,
-    }
+    defaults = {"vocab_size": 470 if options.get("byte_fallback") else 200, "hard_vocab_limit": False, "minloglevel": 3}
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=(" ".join(chance.choices(words, k=12)) for _ in range(300)),
         model_writer=model,

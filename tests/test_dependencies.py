@@ -12,6 +12,10 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).parents[1]
 
 
+def name(requirement: str) -> str:
+    return canonicalize_name(Requirement(requirement).name)
+
+
 def names(requirements: list[str]) -> set[str]:
     """Names of the packages that are required here, without those of extras."""
     found = [Requirement(text) for text in requirements]
@@ -33,7 +37,7 @@ def imported_modules() -> dict[str, Path]:
 def test_every_imported_package_is_required():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     required = names(project["dependencies"])
-    extras = set().union(*(names(extra) for extra in project["optional-dependencies"].values()))
+    extras = set().union(*(map(name, extra) for extra in project["optional-dependencies"].values()))
     by_required = set().union(*(names(requires(name) or []) for name in required))  # such as numpy, by jax
     installed = packages_distributions()
     missing = {}

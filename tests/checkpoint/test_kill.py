@@ -64,12 +64,7 @@ SAVING = [
     "os.rename /step-2/manifest.json",
     "os.remove /step-2.partial",
 ]
-DELETING = [
-    "os.remove /step-1/manifest.json",
-    "shutil.rmtree /step-1",
-    "os.rmdir /step-1",
-    "os.remove /step-1.partial",
-]
+DELETING = ["os.remove /step-1/manifest.json", "shutil.rmtree /step-1", "os.rmdir /step-1", "os.remove /step-1.partial"]
 CLEANING = [
     "shutil.rmtree /step-2",
     "shutil.rmtree /step-2.orbax-checkpoint-tmp",

@@ -26,12 +26,7 @@ LENGTH = 16
 SIZES = {"hidden_dim": 16, "num_heads": 4, "num_layers": 2, "seq_len": LENGTH, "gradient_checkpointing": False}
 
 
-FAMILIES = {
-    "gpt2": {},
-    "llama": {"num_kv_heads": 2, "intermediate_dim": 24},
-    "mpt": {},
-    "backpack": {"num_senses": 4},
-}
+FAMILIES = {"gpt2": {}, "llama": {"num_kv_heads": 2, "intermediate_dim": 24}, "mpt": {}, "backpack": {"num_senses": 4}}
 
 
 def config_of(family, model, lora, ref="base"):

@@ -21,11 +21,7 @@ from lmtrain.train.step.state import state_shardings
 
 TENSOR = PartitioningConfig(model_axis_size=2, tensor_parallel_axes=["mlp", "heads"], axis_resources={"kv_heads": None})
 # number of devices, mesh, number of microbatches
-MESHES = {
-    "one": (1, PartitioningConfig(), 1),
-    "fsdp": (8, PartitioningConfig(), 2),
-    "fsdp and tensor": (8, TENSOR, 4),
-}
+MESHES = {"one": (1, PartitioningConfig(), 1), "fsdp": (8, PartitioningConfig(), 2), "fsdp and tensor": (8, TENSOR, 4)}
 CAPS = {"attention_logit_cap": 2.0, "final_logit_cap": 3.0}
 ALL = PartitioningConfig(expert_axis_size=2, context_axis_size=2, model_axis_size=2, tensor_parallel_axes=["mlp"])
 EXPERTS = {"one": MESHES["one"], "fsdp and experts": (8, PartitioningConfig(expert_axis_size=4), 2), "all": (8, ALL, 1)}
