@@ -14,9 +14,6 @@ from lmtrain.models.moe import tiled
 from lmtrain.models.moe.grouped import GroupedKernel, of_experts
 from lmtrain.sharding.local import platform
 
-# Rows that a tile of the kernel has at most.
-_TILE = 128
-
 
 def by_rows(x: jax.Array, kernel: jax.Array, sizes: jax.Array, transposed: bool, dtype: Any) -> jax.Array:
     """See `GroupedKernel`."""
@@ -63,6 +60,6 @@ KERNEL = GroupedKernel(
     name="tokamax",
     by_rows=by_rows,
     d_kernel=d_kernel,
-    rows_computed=lambda rows, experts: rows + experts * (_TILE - 1) / 2,
+    rows_computed=lambda rows, experts: rows + experts * 127 / 2,  # tiles have at most 128 rows
     unavailable=_unavailable,
 )
