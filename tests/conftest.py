@@ -114,6 +114,15 @@ def pytest_unconfigure() -> None:
     gc.freeze()
 
 
+@pytest.fixture(autouse=True)
+def handlers_of_a_shell():
+    """Of the tests and of what they start, also if nohup started them."""
+    before = {number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGINT, signal.SIGHUP)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _user_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Tests do not use the user's caches of hub libraries and lmtrain."""

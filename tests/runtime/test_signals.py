@@ -42,15 +42,6 @@ class Child:
         return self.process.returncode, stdout, stderr
 
 
-@pytest.fixture(autouse=True)
-def handlers_of_a_shell():
-    """Also if nohup started the tests."""
-    before = {number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGINT, signal.SIGHUP)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
 @pytest.fixture
 def started():
     """`started(script)` runs a script that prints `ready`."""
