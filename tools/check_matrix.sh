@@ -7,8 +7,8 @@
 #     bash tools/check_matrix.sh --gpus [PYTHON]     the compiled tests of GPUs, default python3.13: a separate
 #                                                    environment of 7 GB, which CI does not have
 #
-# Tests that need torch are excluded here, since its CPU build is not available for every Python version, and those of
-# scripts for deployment, which do not depend on Python.
+# Tests that need torch, whose CPU build is not available for every Python version, or lm-eval are excluded here, and
+# those of scripts for deployment, which do not depend on Python.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 if [ "${1:-}" = "--gpus" ]; then
@@ -26,8 +26,8 @@ if [ "${1:-}" = "--newest" ]; then
 fi
 [ $# -gt 0 ] || set -- python3.12 python3.13
 excluded=(parity deploy end_to_end/test_{benchmarks,chat,continued,distillation,eight_bit,lora,moe,preferences}.py)
-excluded+=(end_to_end/test_transfer.py commands/test_check_texts.py evaluation/benchmarks hf/test_weight_files.py objectives/test_distillation.py)
-excluded+=(preprocess/test_token_sources.py weights/test_compare_export.py test_readme.py)
+excluded+=(end_to_end/test_transfer.py commands/test_check_texts.py evaluation/benchmarks hf/test_weight_files.py)
+excluded+=(objectives/test_distillation.py preprocess/test_token_sources.py weights/test_compare_export.py test_readme.py)
 for python in "$@"; do
     version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
     export VENV=".venv-$version${newest:+-newest}" PYTHON="$python" EXTRA=tests

@@ -3,7 +3,6 @@
 from typing import Any
 
 from lmtrain.config.section import FreeText, Section, changeable
-from lmtrain.hf.hub import prepare_hub
 from lmtrain.runtime.errors import UserError
 
 
@@ -73,6 +72,8 @@ class EvalHarnessConfig(Section):
 
 def check_benchmarks(config: EvalHarnessConfig) -> None:
     """Raise `UserError` if lm-eval is missing, or has no task of a name; all such names are reported at once."""
+    from lmtrain.hf.hub import prepare_hub  # its imports would delay every command
+
     prepare_hub()  # before lm-eval, which imports the libraries of the Hub: offline they would retry for a minute
     try:
         import lm_eval  # noqa: F401
