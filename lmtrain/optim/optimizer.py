@@ -19,7 +19,7 @@ from lmtrain.optim.config import (
 )
 from lmtrain.optim.muon import labels_of, muon_or_adam
 from lmtrain.optim.schedules import Schedule
-from lmtrain.optim.transforms import decay_mask, in_float32, scale_by_sophia, skip_bad_steps
+from lmtrain.optim.transforms import clip_by_norm, decay_mask, in_float32, scale_by_sophia, skip_bad_steps
 
 
 class LearningRateState(NamedTuple):
@@ -40,7 +40,7 @@ def build_optimizer(
     epsilon, and of the learning rate of the direction, but not of weight decay; None: 1.
     """
     limit = config.max_grad_norm if isinstance(config, ClippedConfig) else None
-    direction = [optax.clip_by_global_norm(limit)] if limit else []
+    direction = [clip_by_norm(limit)] if limit else []
     if factors is None:
         direction += _direction(config, axes)
     else:

@@ -17,8 +17,7 @@ from statistics import median
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 
-import numpy as np
-from nano_step import BATCH, LENGTH, VOCAB, lmtrain_step
+from nano_step import SHAPES, lmtrain_step
 
 from lmtrain.tracking.config import TensorboardConfig, WandbConfig
 from lmtrain.tracking.open import open_trackers
@@ -43,8 +42,7 @@ def idle_seconds(logs: int) -> float:
 
 def main() -> None:
     logs = int(sys.argv[1]) if len(sys.argv) > 1 else 2000
-    tokens = np.random.default_rng(0).integers(0, VOCAB, (BATCH, LENGTH))
-    run = lmtrain_step(tokens, scan_layers=False, gradient_checkpointing=False)
+    run = lmtrain_step(SHAPES["nano"], scan_layers=False, gradient_checkpointing=False)
     steps = []
     for _ in range(22):
         began = time.perf_counter()

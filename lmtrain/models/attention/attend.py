@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from lmtrain.sharding.local import flat_on_cpu
+
 # Far below any score, but finite, so that a row without visible keys gives no NaN.
 MASKED = -1e30
 
@@ -67,7 +69,8 @@ def attend(
         seen &= segments[0][:, None, :, None] == segments[1][:, None, None, :]
     if groups > 1:
         seen = jnp.concatenate([seen] * groups, axis=-2)
-    weights = jax.nn.softmax(jnp.where(seen, scores, MASKED), axis=-1).astype(v_BKTC.dtype)
+    scores = jnp.where(seen, scores, MASKED)
+    weights = jax.nn.softmax(flat_on_cpu(scores), axis=-1).reshape(scores.shape).astype(v_BKTC.dtype)
     if drop is not None:
         weights = drop(weights)
     return jnp.einsum("BKST,BKTC->BKSC", weights, v_BKTC).reshape(*q_BHSC.shape[:3], v_BKTC.shape[-1])

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 
 from lmtrain.models.layers.quantized import KERNEL, QUANTIZED, SCALE, Quantized, product, stored_product
 from lmtrain.sharding.axes import PARAMETER_AXES, check_axes
-from lmtrain.sharding.local import num_parts, per_device, scatter_sum, split_over, sum_over
+from lmtrain.sharding.local import is_cpu_alone, num_parts, per_device, scatter_sum, split_over, sum_over
 from lmtrain.sharding.placement import gather_rows, stream_axes
 
 # Lookup of rows of an embedding table, with a gradient that is summed in float32 for any dtype of the table.
@@ -240,7 +240,10 @@ class Linear(nn.Module):
         if not split_over("act_stream"):
             x = x.reshape(math.prod(leading), *sizes(self.inputs))
         quantized = self._in_8_bits()
-        if quantized is None:
+        if quantized is None and is_cpu_alone():
+            y = x.reshape(-1, math.prod(sizes(self.inputs))) @ self.kernel.reshape(-1, math.prod(sizes(self.outputs)))
+            y = y.reshape(-1, *sizes(self.outputs))
+        elif quantized is None:
             contracted = tuple(range(x.ndim - rank, x.ndim)), tuple(range(rank))
             y = jax.lax.dot_general(x, self.kernel, (contracted, ((), ())))
         elif self.has_variable(QUANTIZED, KERNEL):

@@ -10,7 +10,7 @@ from jax.nn.initializers import Initializer
 
 from lmtrain.models.layers.linear import Dims, Linear, declare, sizes
 from lmtrain.models.layers.remat import unfused, unfused_gradient
-from lmtrain.sharding.local import split_over
+from lmtrain.sharding.local import flat_on_cpu, split_over
 from lmtrain.sharding.placement import constrain
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -71,13 +71,13 @@ class LayerNorm(nn.Module):
             self.bias = self.param("bias", declare(nn.initializers.zeros, dims), (self.dim,), jnp.float32)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        wide = x.astype(jnp.float32)
+        wide = flat_on_cpu(x).astype(jnp.float32)
         mean = wide.mean(-1, keepdims=True)
         centred = wide - mean
         variance = (centred * centred).mean(-1, keepdims=True)
         normal = centred * jax.lax.rsqrt(variance + self.epsilon)
         scaled = normal * self.scale
-        return (scaled + self.bias if self.use_bias else scaled).astype(x.dtype)
+        return (scaled + self.bias if self.use_bias else scaled).astype(x.dtype).reshape(x.shape)
 
 
 class RmsNorm(nn.Module):
@@ -98,9 +98,9 @@ class RmsNorm(nn.Module):
         self.scale = self.param("scale", declare(init, self.dims), sizes(self.dims), jnp.float32)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        wide = x.astype(jnp.float32)
+        wide = flat_on_cpu(x, len(self.dims)).astype(jnp.float32)
         axes = tuple(range(-len(self.dims), 0))
         normal = wide * jax.lax.rsqrt((wide * wide).mean(axes, keepdims=True) + self.epsilon)
         if not self.use_scale:
-            return normal.astype(x.dtype)
-        return (normal * (self.scale + 1 if self.offset else self.scale)).astype(x.dtype)
+            return normal.astype(x.dtype).reshape(x.shape)
+        return (normal * (self.scale + 1 if self.offset else self.scale)).astype(x.dtype).reshape(x.shape)

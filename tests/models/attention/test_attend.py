@@ -42,7 +42,7 @@ def plain(q, k, v, scale: float, first: int = 0, slopes=None) -> np.ndarray:
     return out
 
 
-@pytest.mark.parametrize(("length", "repeats"), [(1, 1), (2, 1), (3, 1), (7, 3), (8, 1)])
+@pytest.mark.parametrize(("length", "repeats"), [(1, 1), (2, 1), (7, 3), (129, 3), (130, 1)])
 def test_self_attention_equals_the_formula_at_even_and_odd_lengths_also_with_wide_values(length, repeats):
     q, k, v = arrays(length, length)
     v = np.concatenate([v - number for number in range(repeats)], axis=3)
@@ -56,10 +56,10 @@ def test_queries_at_a_later_position_see_the_keys_up_to_their_own(first, queries
 
 
 def test_later_keys_and_values_have_no_influence():
-    q, k, v = arrays(6, 6)
+    q, k, v = arrays(140, 140)
     before = np.asarray(self_attend(q, k, v, 0.5))
-    k[:, :, 4:], v[:, :, 4:] = 1e6, -1e6  # huge scores give no NaN either
-    np.testing.assert_array_equal(np.asarray(self_attend(q, k, v, 0.5))[:, :, :4], before[:, :, :4])
+    k[:, :, 94:], v[:, :, 94:] = 1e6, -1e6  # huge scores give no NaN either
+    np.testing.assert_array_equal(np.asarray(self_attend(q, k, v, 0.5))[:, :, :94], before[:, :, :94])
 
 
 def test_upcast_computes_bfloat16_scores_in_float32():
@@ -85,7 +85,7 @@ def test_drop_is_applied_to_the_weights_of_every_query():
     )
 
 
-@pytest.mark.parametrize("length", [1, 5, 8])
+@pytest.mark.parametrize("length", [1, 5, 130, 131])
 def test_segments_are_separate_sequences(length):
     q, k, v = arrays(length, length)
     cuts = [0, (length + 1) // 3, length]
@@ -97,17 +97,18 @@ def test_segments_are_separate_sequences(length):
         np.testing.assert_allclose(found[:, :, part], expected, rtol=1e-5, atol=1e-5)
 
 
-def test_a_window_hides_earlier_keys():
-    q, k, v = arrays(8, 8)
+@pytest.mark.parametrize("length", [8, 130])
+def test_a_window_hides_earlier_keys(length):
+    q, k, v = arrays(length, length)
     found = np.asarray(self_attend(q, k, v, 0.5, window=3))
-    for s in range(8):
+    for s in range(length):
         seen = slice(max(0, s - 2), s + 1)
-        expected = plain(q[:, :, s : s + 1], k[:, :, seen], v[:, :, seen], 0.5, first=8)
+        expected = plain(q[:, :, s : s + 1], k[:, :, seen], v[:, :, seen], 0.5, first=length)
         np.testing.assert_allclose(found[:, :, s : s + 1], expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("kv_heads", [1, 3])
-@pytest.mark.parametrize("length", [1, 5])
+@pytest.mark.parametrize("length", [1, 5, 130])
 def test_grouped_query_heads_share_keys_and_values(kv_heads, length):
     rng = np.random.default_rng(5)
     q = rng.normal(size=(2, 6, length, 4)).astype(np.float32)
@@ -119,9 +120,9 @@ def test_grouped_query_heads_share_keys_and_values(kv_heads, length):
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(("first", "queries"), [(0, 7), (3, 4), (6, 1)])
+@pytest.mark.parametrize(("first", "queries"), [(0, 130), (3, 127), (129, 1)])
 def test_alibi_lowers_scores_by_the_slope_times_the_distance(first, queries):
-    q, k, v = arrays(queries, 7)
+    q, k, v = arrays(queries, 130)
     slopes = np.array([0.7, 0.2, 0.05], np.float32)
     expected = plain(q, k, v, 0.5, first, slopes)
     found = attend(q, k, v, 0.5, first, slopes=slopes)
