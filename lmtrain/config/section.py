@@ -91,7 +91,7 @@ RunPath = Annotated[str, _OF_RUN]
 class Section(BaseModel):
     """A group of settings. Unknown names are errors, and values do not change after loading."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False, defer_build=True)
 
     @field_validator("*", mode="before")
     @classmethod

@@ -52,7 +52,9 @@ def build_schedule(config: ScheduleConfig, num_train_steps: int) -> Schedule:
     starts, ends, warmups, decays = (
         jnp.array([getattr(cycle, name) for cycle in cycles], jnp.int32) for name in ("start", "end", "warmup", "decay")
     )
-    before = jnp.concatenate([jnp.zeros(1), decayed(decays, warmups, decays)[:-1]])
+    before = jnp.zeros(1)
+    if len(cycles) > 1:  # each operation outside of a program is compiled on its own
+        before = jnp.concatenate([before, decayed(decays, warmups, decays)[:-1]])
 
     def rate(step: jax.Array | int) -> jax.Array:
         step = jnp.asarray(step, jnp.int32)

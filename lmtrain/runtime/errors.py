@@ -3,10 +3,12 @@
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-
-from pydantic_core import PydanticCustomError
+from typing import TYPE_CHECKING
 
 from lmtrain.runtime.redact import redact
+
+if TYPE_CHECKING:  # `lmtrain --help` does not need it
+    from pydantic_core import PydanticCustomError
 
 
 class UserError(ValueError):
@@ -36,11 +38,13 @@ def errors_of(where: str) -> Iterator[None]:
         raise UserError(f"{where}: {error}") from None
 
 
-def field_error(field: str, message: str) -> PydanticCustomError:
+def field_error(field: str, message: str) -> "PydanticCustomError":
     """Error of one setting, for validators of a section. `field` is the setting's dotted name within the section.
 
     The report then shows the line of that setting, not the first line of the section.
     """
+    from pydantic_core import PydanticCustomError
+
     return PydanticCustomError("field", "{message}", {"message": message, "field": field})
 
 
