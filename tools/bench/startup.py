@@ -23,9 +23,9 @@ def seconds(arguments: list[str], folder: str) -> float:
     return time.perf_counter() - began
 
 
-def seconds_to_first_step(folder: str, run: str) -> float:
+def seconds_to_first_step(folder: str, run: str, config: str = "gpt2_nano") -> float:
     """Seconds from the start of the process to the first line of metrics, written after step 1."""
-    command = [*LMTRAIN, "train", "gpt2_nano", "--trainer.id", run, "--trainer.num_train_steps", "1000"]
+    command = [*LMTRAIN, "train", config, "--trainer.id", run, "--trainer.num_train_steps", "1000"]
     command += ["--trainer.jax_compilation_cache_dir", os.path.join(folder, "compiled")]
     log = Path(folder, "logs", f"{run}.metrics.jsonl")
     began = time.perf_counter()
