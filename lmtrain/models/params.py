@@ -31,24 +31,13 @@ flatten, unflatten = functools.partial(flatten_dict, sep="/"), functools.partial
 @functools.lru_cache(maxsize=8)
 def abstract_params(model: LanguageModel) -> Any:
     """Shapes, dtypes and logical names of the parameters, without computing them."""
-    return _abstract_variables(model)["params"]
+    return jax.eval_shape(initializer(model), jax.random.key(0))
 
 
 @functools.lru_cache(maxsize=8)
 def initializer(model: LanguageModel) -> Callable[[jax.Array], Any]:
-    """key -> parameters, boxed with their names. What it computes is traced once, for shapes and values."""
-    return jax.jit(lambda key: _variables(model)(key)["params"])
-
-
-@functools.lru_cache(maxsize=8)
-def _variables(model: LanguageModel) -> Callable[[jax.Array], Any]:
-    """key -> parameters, and what the model sows for two tokens."""
-    return jax.jit(lambda key: without_kernels(model).init(key, jnp.zeros((1, 2), jnp.int32)))
-
-
-@functools.lru_cache(maxsize=8)
-def _abstract_variables(model: LanguageModel) -> Any:
-    return jax.eval_shape(_variables(model), jax.random.key(0))
+    """key -> parameters, boxed with their names. One function for shapes and values, traced once."""
+    return jax.jit(lambda key: without_kernels(model).init(key, jnp.zeros((1, 2), jnp.int32))["params"])
 
 
 def without_kernels(model: LanguageModel) -> LanguageModel:
@@ -163,9 +152,19 @@ def collect(sown: Mapping[str, Any]) -> dict[str, Auxiliary]:
     return sums
 
 
+@functools.lru_cache(maxsize=8)
 def has_auxiliary(model: LanguageModel) -> bool:
     """Whether training adds auxiliary losses."""
-    return bool(jax.tree.leaves(_abstract_variables(model).get(AUXILIARY, {})))
+    model = without_kernels(model)
+    params = nn.meta.unbox(abstract_params(model))
+    tokens = jax.ShapeDtypeStruct((1, 2), jnp.int32)
+    with nn.logical_axis_rules([]):  # two tokens do not divide over devices
+        _, sown = jax.eval_shape(
+            lambda params, tokens: model.apply({"params": params}, tokens, True, method="hidden", mutable=[AUXILIARY]),
+            params,
+            tokens,
+        )
+    return bool(jax.tree.leaves(sown))
 
 
 _BLOCKS, _ROUTER, _EXPERTS = "blocks", "router", "experts"
