@@ -4,8 +4,8 @@ import argparse
 import io
 import json
 import sys
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 from lmtrain.commands.arguments import Parser, add_model_flags, at_least, check_model_flags, parse_run
 from lmtrain.hf.chat_template import find_template
@@ -21,6 +21,21 @@ if TYPE_CHECKING:
     from lmtrain.generation.decode import SamplingSettings
 
 _CLEAR, _EXIT = "/clear", "/exit"
+
+# name of the option, type, default, what its value stands for, meaning
+_SAMPLING: tuple[tuple[str, Callable[[str], Any], float, str, str], ...] = (
+    ("max_new_tokens", at_least(1), 128, "N", "maximum number of tokens to generate"),
+    ("temperature", at_least(0, float), 0.8, "T", "sampling temperature; 0 takes the most likely token"),
+    ("top_k", at_least(0), 50, "N", "sample from the N most likely tokens; 0: all"),
+    (
+        "top_p",
+        at_least(0, float),
+        1.0,
+        "P",
+        "sample from the likeliest tokens that have this probability together; 1: all",
+    ),
+    ("seed", at_least(0), 0, "N", "random seed; the same seed gives the same text"),
+)
 
 
 def run(argv: list[str]) -> int:
@@ -49,41 +64,9 @@ def run(argv: list[str]) -> int:
         "training data, else the tokenizer's own)",
     )
     add_model_flags(parser)
-    parser.add_argument(
-        "--max_new_tokens",
-        type=at_least(1),
-        default=128,
-        metavar="N",
-        help="maximum number of tokens to generate (default: 128)",
-    )
-    parser.add_argument(
-        "--temperature",
-        type=at_least(0, float),
-        default=0.8,
-        metavar="T",
-        help="sampling temperature; 0 takes the most likely token (default: 0.8)",
-    )
-    parser.add_argument(
-        "--top_k",
-        type=at_least(0),
-        default=50,
-        metavar="N",
-        help="sample from the N most likely tokens; 0: all (default: 50)",
-    )
-    parser.add_argument(
-        "--top_p",
-        type=at_least(0, float),
-        default=1.0,
-        metavar="P",
-        help="sample from the most likely tokens that have this probability together; 1: all (default: 1)",
-    )
-    parser.add_argument(
-        "--seed",
-        type=at_least(0),
-        default=0,
-        metavar="N",
-        help="random seed; the same seed gives the same text (default: 0)",
-    )
+    for name, kind, default, metavar, meaning in _SAMPLING:
+        meaning += f" (default: {default:g})"
+        parser.add_argument(f"--{name}", type=kind, default=default, metavar=metavar, help=meaning)
     arguments, run = parse_run(parser, argv, needs_config=lambda arguments: arguments.hf is None)
     require_secrets(run.loaded)
     if arguments.prompt is None and arguments.prompts is None and not arguments.chat:

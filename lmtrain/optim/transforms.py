@@ -44,11 +44,8 @@ def _like(tree: Any, other: Any) -> Any:
 
 
 def clip_by_norm(limit: float) -> optax.GradientTransformation:
-    """Updates scaled to the global norm `limit` if theirs is greater, in their dtype.
-
-    One factor for all, other than in `optax.clip_by_global_norm`: its division of every value keeps XLA from computing
-    the clipped gradient where it is used, so that it is written to memory and read again.
-    """
+    """Updates scaled to the norm `limit` if theirs is greater, by one factor. `optax.clip_by_global_norm` divides
+    each value, and XLA then writes the clipped gradient to memory instead of computing it where it is used."""
 
     def clip(updates: Any, _: Any) -> Any:
         factor = jnp.minimum(1.0, limit / optax.tree.norm(updates))

@@ -3,12 +3,8 @@
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 from lmtrain.runtime.redact import redact
-
-if TYPE_CHECKING:  # `lmtrain --help` does not need it
-    from pydantic_core import PydanticCustomError
 
 
 class UserError(ValueError):
@@ -38,12 +34,12 @@ def errors_of(where: str) -> Iterator[None]:
         raise UserError(f"{where}: {error}") from None
 
 
-def field_error(field: str, message: str) -> "PydanticCustomError":
+def field_error(field: str, message: str) -> ValueError:
     """Error of one setting, for validators of a section. `field` is the setting's dotted name within the section.
 
     The report then shows the line of that setting, not the first line of the section.
     """
-    from pydantic_core import PydanticCustomError
+    from pydantic_core import PydanticCustomError  # a slow import, which `lmtrain --help` does not need
 
     return PydanticCustomError("field", "{message}", {"message": message, "field": field})
 

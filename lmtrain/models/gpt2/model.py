@@ -20,7 +20,6 @@ import jax
 from jax.nn.initializers import normal
 
 from lmtrain.models.decoder import Decoder
-from lmtrain.models.gpt2.config import Gpt2Settings
 from lmtrain.models.layers.block import Attention, Block, split_qkv
 from lmtrain.models.layers.linear import Linear
 from lmtrain.models.layers.mlp import LayerNorm, Mlp
@@ -28,8 +27,6 @@ from lmtrain.models.layers.mlp import LayerNorm, Mlp
 
 class Gpt2Attention(Attention):
     """Attention from one product for queries, keys and values."""
-
-    config: Gpt2Settings
 
     def setup(self) -> None:
         c = self.config
@@ -51,13 +48,13 @@ class Gpt2Attention(Attention):
 class Gpt2Block(Block):
     """Pre-norm: x += attn(norm_attn(x)); x += mlp(norm_mlp(x))."""
 
-    config: Gpt2Settings
+    attention = Gpt2Attention
 
     def setup(self) -> None:
         c = self.config
         init, residual = normal(c.initial_range(c.hidden_dim)), normal(c.initial_range(c.mlp_dim, adds=True))
         self.norm_attn = LayerNorm(c.hidden_dim, c.layer_norm_epsilon, c.use_bias)
-        self.attn = Gpt2Attention(c, self.backend)
+        self.attn = self.attention(c, self.backend)
         self.norm_mlp = LayerNorm(c.hidden_dim, c.layer_norm_epsilon, c.use_bias)
         self.mlp = Mlp(c.hidden_dim, c.mlp_dim, c.activation_function, init, residual, c.use_bias)
         self.drop = nn.Dropout(c.resid_pdrop)
@@ -65,8 +62,6 @@ class Gpt2Block(Block):
 
 class Gpt2LM(Decoder):
     """GPT-2."""
-
-    config: Gpt2Settings
 
     block = Gpt2Block
     has_learned_positions = True

@@ -1,6 +1,6 @@
 """Settings of the MPT family."""
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import model_validator
 
@@ -11,6 +11,8 @@ from lmtrain.runtime.errors import field_error
 
 class MptConfig(BaseModelConfig):
     """MPT with ALiBi; the defaults are the 125M model."""
+
+    activation_function: ClassVar[str] = "gelu"
 
     type: Literal["mpt"] = architecture("mpt", description="Model family: MPT")
     seq_len: int = identity(

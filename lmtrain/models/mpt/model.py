@@ -20,31 +20,19 @@ With init_scheme normal, initializer_range replaces sqrt(2 / inputs).
 
 from typing import Any
 
-import flax.linen as nn
 import jax
-from jax.nn.initializers import normal
 
 from lmtrain.models.attention.attend import alibi_slopes
-from lmtrain.models.decoder import Decoder
-from lmtrain.models.layers.block import Attention, Block, split_qkv
-from lmtrain.models.layers.linear import Linear
-from lmtrain.models.layers.mlp import LayerNorm, Mlp
-from lmtrain.models.mpt.config import MptConfig
+from lmtrain.models.gpt2.model import Gpt2Attention, Gpt2Block, Gpt2LM
+from lmtrain.models.layers.block import split_qkv
 
 
-class MptAttention(Attention):
+class MptAttention(Gpt2Attention):
     """Attention with a bias that grows with the distance (ALiBi)."""
 
-    config: MptConfig
-
     def setup(self) -> None:
-        c = self.config
-        embed, heads, head_dim = ("embed", c.hidden_dim), ("heads", c.num_heads), ("head_dim", c.head_width)
-        init, residual = (normal(c.initial_range(c.hidden_dim, adds)) for adds in (False, True))
-        self.qkv = Linear((embed,), (("qkv", 3), heads, head_dim), init, c.use_bias)
-        self.out = Linear((heads, head_dim), (embed,), residual, c.use_bias)
-        self.drop_weights = nn.Dropout(c.attn_pdrop)
-        self.slopes = alibi_slopes(c.num_heads, c.alibi_bias_max)
+        super().setup()
+        self.slopes = alibi_slopes(self.config.num_heads, self.config.alibi_bias_max)
 
     def project(self, x: jax.Array, positions_BS: jax.Array | None) -> tuple[jax.Array, jax.Array, jax.Array]:
         return split_qkv(self.qkv(x), self.config.clip_qkv)
@@ -53,31 +41,14 @@ class MptAttention(Attention):
         return {"scale": self.config.score_scale, "slopes": self.slopes}
 
 
-class MptBlock(Block):
-    """Pre-norm: x += attn(norm_attn(x)); x += mlp(norm_mlp(x))."""
+class MptBlock(Gpt2Block):
+    """A block of GPT-2 with this attention."""
 
-    config: MptConfig
-
-    def setup(self) -> None:
-        c = self.config
-        init, residual = normal(c.initial_range(c.hidden_dim)), normal(c.initial_range(c.mlp_dim, adds=True))
-        self.norm_attn = LayerNorm(c.hidden_dim, c.layer_norm_epsilon, c.use_bias)
-        self.attn = MptAttention(c, self.backend)
-        self.norm_mlp = LayerNorm(c.hidden_dim, c.layer_norm_epsilon, c.use_bias)
-        self.mlp = Mlp(c.hidden_dim, c.mlp_dim, "gelu", init, residual, c.use_bias)
-        self.drop = nn.Dropout(c.resid_pdrop)
+    attention = MptAttention
 
 
-class MptLM(Decoder):
+class MptLM(Gpt2LM):
     """MPT."""
 
-    config: MptConfig
-
     block = MptBlock
-
-    def build_norm(self) -> LayerNorm:
-        return LayerNorm(self.config.hidden_dim, self.config.layer_norm_epsilon, self.config.use_bias)
-
-    @property
-    def embedding_dropout(self) -> float:
-        return self.config.embed_pdrop
+    has_learned_positions = False
