@@ -27,13 +27,7 @@ _SAMPLING: tuple[tuple[str, Callable[[str], Any], float, str, str], ...] = (
     ("max_new_tokens", at_least(1), 128, "N", "maximum number of tokens to generate"),
     ("temperature", at_least(0, float), 0.8, "T", "sampling temperature; 0 takes the most likely token"),
     ("top_k", at_least(0), 50, "N", "sample from the N most likely tokens; 0: all"),
-    (
-        "top_p",
-        at_least(0, float),
-        1.0,
-        "P",
-        "sample from the likeliest tokens that have this probability together; 1: all",
-    ),
+    ("top_p", at_least(0, float), 1.0, "P", "sample from the most likely tokens of this total probability; 1: all"),
     ("seed", at_least(0), 0, "N", "random seed; the same seed gives the same text"),
 )
 

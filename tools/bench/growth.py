@@ -16,7 +16,6 @@ import dataclasses
 import json
 import math
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -25,17 +24,15 @@ from pathlib import Path
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 
-from startup import LMTRAIN, seconds, seconds_to_first_step
+from startup import seconds, seconds_to_first_step
 
 from lmtrain.checkpoint.manifest import NAME, read_manifest, write_manifest
 
-
-def run(folder: Path, *arguments: str) -> None:
-    subprocess.run([*LMTRAIN, *arguments], cwd=folder, check=True, capture_output=True)
+ONE_STEP = ["train", "gpt2_nano", "--trainer.id", "one", "--trainer.num_train_steps", "1"]
 
 
 def checkpoints(folder: Path, number: int) -> float:
-    run(folder, "train", "gpt2_nano", "--trainer.id", "one", "--trainer.num_train_steps", "1")
+    seconds(ONE_STEP, str(folder))
     first = folder / "checkpoints/one/step-1"
     manifest = read_manifest(str(first))
     for step in range(1, number + 1):
@@ -49,7 +46,7 @@ def checkpoints(folder: Path, number: int) -> float:
 
 
 def report(folder: Path, number: int) -> float:
-    run(folder, "train", "gpt2_nano", "--trainer.id", "one", "--trainer.num_train_steps", "1")
+    seconds(ONE_STEP, str(folder))
     lines = [json.loads(line) for line in (folder / "logs/one.metrics.jsonl").read_text().splitlines()]
     step = max((line for line in lines if line["step"] == 1), key=len)
     with open(folder / "logs/many.metrics.jsonl", "w") as file:
@@ -74,7 +71,7 @@ def texts(folder: Path, number: int) -> str:
 
 def shards(folder: Path, number: int) -> float:
     config = texts(folder, number)
-    run(folder, "preprocess", config)
+    seconds(["preprocess", config], str(folder))
     seconds_to_first_step(str(folder), "compiles", config)
     return seconds_to_first_step(str(folder), "many", config)
 

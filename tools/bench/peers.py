@@ -6,7 +6,7 @@
 All train a model of 4 layers of 128, batches of 12 x 64 bytes (nanoGPT's recipe for CPUs), as GPT-2 and as Llama, on
 the source of Python's standard library, in float32 with AdamW. A program runs twice in each round, for `--steps` steps
 and for twice as many: the difference gives its tokens per second, the rest of the first is its start and end. Medians
-of the rounds, from process start to process end; nothing is evaluated or saved but what a program always does.
+of the rounds, from process start to process end; no program evaluates in between.
 """
 
 import argparse

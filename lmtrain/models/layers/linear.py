@@ -240,7 +240,7 @@ class Linear(nn.Module):
         if not split_over("act_stream"):
             x = x.reshape(math.prod(leading), *sizes(self.inputs))
         quantized = self._in_8_bits()
-        if quantized is None and is_cpu_alone():
+        if quantized is None and is_cpu_alone():  # XLA would transpose kernels of more than two dimensions in memory
             y = x.reshape(-1, math.prod(sizes(self.inputs))) @ self.kernel.reshape(-1, math.prod(sizes(self.outputs)))
             y = y.reshape(-1, *sizes(self.outputs))
         elif quantized is None:
