@@ -7,32 +7,9 @@ from dataclasses import dataclass
 
 from lmtrain.compiled.hlo import Computation, HloInstruction, Module
 
-# Trip counts of `while` loops, as far as they follow from the program's text.
-#
-# A loop that runs 12 times, since it counts from 0 by 1 while the counter is less than 12:
-#
-#     %body (p: (s32[], f32[8])) -> (s32[], f32[8]) {
-#       %i = s32[] get-tuple-element(%p), index=0
-#       %step = s32[] constant(1)
-#       %next = s32[] add(%i, %step)
-#       ...
-#       ROOT %out = (s32[], f32[8]) tuple(%next, %y)
-#     }
-#
-#     %condition (p: (s32[], f32[8])) -> pred[] {
-#       %i = s32[] get-tuple-element(%p), index=0
-#       %end = s32[] constant(12)
-#       ROOT %less = pred[] compare(%i, %end), direction=LT
-#     }
-#
-#     ENTRY %main (x: f32[8]) -> f32[8] {
-#       %zero = s32[] constant(0)
-#       %start = (s32[], f32[8]) tuple(%zero, %x)
-#       %loop = (s32[], f32[8]) while(%start), condition=%condition, body=%body
-#       ...
-#
-# The addition and the comparison may be inside fusions, and the bound may be another element of the tuple that the body
-# passes on unchanged.
+# Trip counts of `while` loops, as far as they follow from the program's text: the body adds a constant to an element of
+# the loop's tuple, and the condition compares it with a constant, or with an element that the body passes on unchanged.
+# Both may be inside fusions.
 
 _THROUGH = ("copy", "bitcast", "convert", "reshape", "broadcast", "copy-start", "copy-done", "opt-barrier")
 

@@ -22,6 +22,8 @@ _NONE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "whil
          "partition-id", "replica-id", "opt-barrier", "async-start", "async-update", "async-done", "add-dependency",
          "domain", "get-dimension-size"}  # fmt: skip
 _SLICING = ("dynamic-slice", "slice", "gather")
+# Computed only for the elements that are sliced of them.
+_ELEMENTWISE = ("convert", "select")
 
 
 def hbm_bytes(execution: Execution) -> float:
@@ -66,34 +68,33 @@ def _fusion(module: Module, inside: Computation, op: HloInstruction) -> float:
 def _read(module: Module, fused: Computation, parameter: HloInstruction) -> float:
     """Bytes that a fusion reads of one of its operands."""
     updated = _updated_in_place(module, fused)
+    names, computed = _aliases(fused, parameter.name), _aliases(fused, parameter.name, _ELEMENTWISE)
     total = 0.0
-    for user in _users(fused, parameter.name):
-        if user.opcode == "fusion":
+    for user in fused.instructions:
+        if not computed & set(user.operands) or (user.name in computed and user.opcode not in _ELEMENTWISE):
+            continue
+        if user.opcode == "fusion" and not (computed - names) & set(user.operands):
             nested = module.computations[user.called("calls") or ""]
-            names = _aliases(fused, parameter.name)
             numbers = [number for number, name in enumerate(user.operands) if name in names]
             total += sum(_read(module, nested, nested.parameters[number]) for number in numbers)
-        elif user.opcode in _SLICING and user.operands[0] in _aliases(fused, parameter.name):
+        elif user.opcode in _SLICING and user.operands[0] in computed:
             total += sum(shape.bytes for shape in user.shapes)
-        elif user.name in updated and user.operands[0] in _aliases(fused, parameter.name):
+        elif (user.opcode in _ELEMENTWISE and user.name not in _results(fused)) or (
+            user.name in updated and user.operands[0] in names
+        ):
             continue
         else:
             return sum(shape.bytes for shape in parameter.shapes)
     return total
 
 
-def _aliases(fused: Computation, name: str) -> set[str]:
-    """All names of a value: its own, and those of reinterpretations of its bytes."""
+def _aliases(fused: Computation, name: str, more: tuple[str, ...] = ()) -> set[str]:
+    """All names of a value: its own, and those of reinterpretations of its bytes, and the results of `more` opcodes."""
     names = {name}
     for op in fused.instructions:
-        if op.opcode in ("bitcast", "get-tuple-element") and op.operands and op.operands[0] in names:
+        if op.opcode in ("bitcast", "get-tuple-element", *more) and names & set(op.operands):
             names.add(op.name)
     return names
-
-
-def _users(fused: Computation, name: str) -> list[HloInstruction]:
-    names = _aliases(fused, name)
-    return [op for op in fused.instructions if op.name not in names and names & set(op.operands)]
 
 
 def _updated_in_place(module: Module, fused: Computation) -> dict[str, float]:

@@ -71,6 +71,9 @@ def test_gpt2_small_as_shipped_sends_the_minimum_and_evaluation_gathers_once(dev
     found = plan("gpt2_small", *device)
     assert wire(found) <= (1.15 if "h100" in device else 1.5)
     assert wire(found["eval"]) <= 1.15
+    if "h100" in device:  # limited by memory traffic
+        assert found["hbm_bytes"] <= 207e9
+        assert found["mfu_bound"] >= 0.9
 
 
 def test_evaluation_of_an_untied_model_gathers_once():
@@ -94,7 +97,7 @@ def test_the_loops_of_the_loss_contain_no_large_collectives(name):
 def test_memory_traffic_of_the_loss_of_gpt2_small_on_one_gpu():
     found = plan(*family("gpt2", 64), *ONE)
     sources = {row["where"]: row["bytes"] for row in found["hbm_sources"]}
-    assert sources["objectives/chunked_sums.py"] <= 90e9
+    assert sources["objectives/chunked_sums.py"] <= 52e9
 
 
 @pytest.mark.parametrize("length", ["1021", pytest.param("1000", marks=pytest.mark.long)])

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from hlo.programs import ALONE, EIGHT, FOUR, GPU_LOOP, NESTED_LOOPS, SLICES, TPU, count_flops
+from hlo.programs import ALONE, CONVERTED, EIGHT, FOUR, GPU_LOOP, NESTED_LOOPS, SLICES, TPU, count_flops
 
 from lmtrain.compiled.collectives import Network
 from lmtrain.compiled.executions import RARELY
@@ -79,6 +79,10 @@ def test_slices_of_large_arrays_are_not_counted_in_full():
     """One slice is read and written, then read for the copy; the update reads on-chip memory and writes one row."""
     index = 4
     assert measure(SLICES, ALONE).hbm_bytes == (256 + index + 256) + 256 + (index + 256)
+
+
+def test_converted_arrays_count_in_full_unless_only_gathered_from():
+    assert measure(CONVERTED, ALONE).hbm_bytes == (8 * 4 + 8 * 4 + 8 * 4) + (8 * 512) * (2 + 4)
 
 
 def test_the_bound_hides_asynchronous_communication_and_nothing_else():

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lmtrain.sharding.local import flat_on_cpu
+from lmtrain.sharding.local import flat
 
 # Far below any score, but finite, so that a row without visible keys gives no NaN.
 MASKED = -1e30
@@ -70,7 +70,7 @@ def attend(
     if groups > 1:
         seen = jnp.concatenate([seen] * groups, axis=-2)
     scores = jnp.where(seen, scores, MASKED)
-    weights = jax.nn.softmax(flat_on_cpu(scores), axis=-1).reshape(scores.shape).astype(v_BKTC.dtype)
+    weights = jax.nn.softmax(flat(scores), axis=-1).reshape(scores.shape).astype(v_BKTC.dtype)
     if drop is not None:
         weights = drop(weights)
     return jnp.einsum("BKST,BKTC->BKSC", weights, v_BKTC).reshape(*q_BHSC.shape[:3], v_BKTC.shape[-1])

@@ -143,7 +143,9 @@ def _backward(split: _Split, saved: Any, d_rows: jax.Array) -> tuple[jax.Array, 
         by_batch, by_position = split.columns
         ids = _gather_ids(ids, split)
         if by_batch:
-            d_rows = jax.lax.all_to_all(d_rows, by_batch, 2, 0, tiled=True)
+            # exchanged along the last dimension, XLA:GPU would store the entire residual stream by columns
+            d_rows = d_rows.reshape(*d_rows.shape[:2], num_parts(by_batch), -1).transpose(2, 0, 1, 3)
+            d_rows = jax.lax.all_to_all(d_rows, by_batch, 0, 0, tiled=True).reshape(-1, *d_rows.shape[2:])
         if by_position:
             d_rows = jax.lax.all_to_all(d_rows[:, None], by_position, 3, 1, tiled=True)
         if split.gathered:
@@ -235,6 +237,11 @@ class Linear(nn.Module):
             self.bias = self.param("bias", zeros, sizes(self.outputs), jnp.float32)
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        y = self.without_bias(x)
+        return add_bias(y, self.bias) if self.use_bias else y
+
+    def without_bias(self, x: jax.Array) -> jax.Array:
+        """x W, and the adapter's output."""
         rank = len(self.inputs)
         leading = x.shape[: x.ndim - rank]
         if not split_over("act_stream"):
@@ -250,8 +257,6 @@ class Linear(nn.Module):
             y = product(x, self.kernel, quantized, rank)
         else:
             y = stored_product(x, quantized, rank)
-        if self.use_bias:
-            y = add_bias(y, self.bias)
         if self.has_variable(LORA, "lora_a"):
             y = y + self._adapted(x).reshape(y.shape)
         return y.reshape(*leading, *sizes(self.outputs))

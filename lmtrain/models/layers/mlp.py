@@ -1,22 +1,23 @@
 """MLPs and norms of transformer blocks, and activation functions by the names that configs use."""
 
+import functools
 from collections.abc import Callable
-from functools import partial
+from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax.nn.initializers import Initializer
 
-from lmtrain.models.layers.linear import Dims, Linear, declare, sizes
-from lmtrain.models.layers.remat import unfused, unfused_gradient
-from lmtrain.sharding.local import flat_on_cpu, split_over
+from lmtrain.models.layers.linear import Dims, Linear, add_bias, declare, sizes
+from lmtrain.models.layers.remat import computed_again, unfused, unfused_gradient
+from lmtrain.sharding.local import flat, split_over
 from lmtrain.sharding.placement import constrain
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
-    "gelu": partial(jax.nn.gelu, approximate=False),  # x Phi(x), by erf
-    "gelu_new": partial(jax.nn.gelu, approximate=True),  # by tanh
+    "gelu": functools.partial(jax.nn.gelu, approximate=False),  # x Phi(x), by erf
+    "gelu_new": functools.partial(jax.nn.gelu, approximate=True),  # by tanh
     "relu": jax.nn.relu,
     "relu2": lambda x: jnp.square(jax.nn.relu(x)),  # So et al. 2021, "Primer"
 }
@@ -51,10 +52,32 @@ class Mlp(nn.Module):
         if not split_over("act_stream"):  # tokens, as in `Linear`
             x, axes = x.reshape(-1, self.embed), ("act_batch", "act_mlp")
         x = unfused_gradient(x)
-        activation = ACTIVATIONS[self.activation]
-        hidden = activation(self.gate(x)) * self.up(x) if self.is_gated else activation(self.up(x))
+        layers = (self.gate, self.up) if self.is_gated else (self.up,)
+        products = tuple((layer.without_bias(x), layer.bias if self.use_bias else None) for layer in layers)
+        hidden = _activated(self.activation, products)
         mixed = self.down(unfused_gradient(constrain(hidden, *axes)))
         return unfused(mixed.reshape(*leading, *sizes(self.down.outputs)))
+
+
+# The products with the layer `up`, after those with the gate if there is one, each without its bias, and the bias.
+Products = tuple[tuple[jax.Array, jax.Array | None], ...]
+
+
+def _activate(activation: str, products: Products) -> jax.Array:
+    x, *factor = (y if bias is None else add_bias(y, bias) for y, bias in products)
+    y = ACTIVATIONS[activation](x)
+    return y * factor[0] if factor else y
+
+
+# The gradient keeps only the products, so that GPUs write no derivatives in the forward pass for the backward pass.
+_activated = jax.custom_vjp(_activate, nondiff_argnums=(0,))
+
+
+def _activate_backward(activation: str, products: Products, d_y: jax.Array) -> Any:
+    return jax.vjp(functools.partial(_activate, activation), computed_again(products))[1](d_y)
+
+
+_activated.defvjp(lambda activation, products: (_activate(activation, products), products), _activate_backward)
 
 
 class LayerNorm(nn.Module):
@@ -71,13 +94,8 @@ class LayerNorm(nn.Module):
             self.bias = self.param("bias", declare(nn.initializers.zeros, dims), (self.dim,), jnp.float32)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        wide = flat_on_cpu(x).astype(jnp.float32)
-        mean = wide.mean(-1, keepdims=True)
-        centred = wide - mean
-        variance = (centred * centred).mean(-1, keepdims=True)
-        normal = centred * jax.lax.rsqrt(variance + self.epsilon)
-        scaled = normal * self.scale
-        return (scaled + self.bias if self.use_bias else scaled).astype(x.dtype).reshape(x.shape)
+        bias = self.bias if self.use_bias else None
+        return _norm(flat(x), self.scale, bias, self.epsilon, True).reshape(x.shape)
 
 
 class RmsNorm(nn.Module):
@@ -98,9 +116,42 @@ class RmsNorm(nn.Module):
         self.scale = self.param("scale", declare(init, self.dims), sizes(self.dims), jnp.float32)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        wide = flat_on_cpu(x, len(self.dims)).astype(jnp.float32)
-        axes = tuple(range(-len(self.dims), 0))
-        normal = wide * jax.lax.rsqrt((wide * wide).mean(axes, keepdims=True) + self.epsilon)
-        if not self.use_scale:
-            return normal.astype(x.dtype).reshape(x.shape)
-        return (normal * (self.scale + 1 if self.offset else self.scale)).astype(x.dtype).reshape(x.shape)
+        scale = jnp.ones(sizes(self.dims), jnp.float32)
+        if self.use_scale:
+            scale = self.scale + 1 if self.offset else self.scale
+        return _norm(flat(x, len(self.dims)), scale, None, self.epsilon, False).reshape(x.shape)
+
+
+# The gradient reads the input in its own precision: that of JAX stores the normalized input in float32 for the gradient
+# of the scale, twice the bytes.
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _norm(x: jax.Array, scale: jax.Array, bias: jax.Array | None, epsilon: float, is_centred: bool) -> jax.Array:
+    """`x` over the dimensions of `scale`, minus its mean if it `is_centred`, divided by the root of its mean square."""
+    mean, factor = _statistics(x, scale.ndim, epsilon, is_centred)
+    scaled = (x.astype(jnp.float32) - mean) * factor * scale
+    return (scaled if bias is None else scaled + bias).astype(x.dtype)
+
+
+def _statistics(x: jax.Array, rank: int, epsilon: float, is_centred: bool) -> tuple[jax.Array, jax.Array]:
+    axes, wide = tuple(range(-rank, 0)), x.astype(jnp.float32)
+    mean = wide.mean(axes, keepdims=True) if is_centred else jnp.float32(0)
+    return mean, jax.lax.rsqrt(jnp.square(wide - mean).mean(axes, keepdims=True) + epsilon)
+
+
+def _norm_backward(epsilon: float, is_centred: bool, saved: Any, d_y: jax.Array) -> tuple[Any, ...]:
+    """With n the normalized input and g = d_y * scale: (g - mean(g) - n mean(g n)) * factor."""
+    x, scale, bias = saved
+    axes, rows = tuple(range(-scale.ndim, 0)), tuple(range(x.ndim - scale.ndim))
+    mean, factor = computed_again(_statistics(x, scale.ndim, epsilon, is_centred))
+    normal, wide = (x.astype(jnp.float32) - mean) * factor, d_y.astype(jnp.float32)
+    d_normal = wide * scale
+    d_x = d_normal - normal * (d_normal * normal).mean(axes, keepdims=True)
+    if is_centred:
+        d_x -= d_normal.mean(axes, keepdims=True)
+    d_bias = None if bias is None else wide.sum(rows).astype(bias.dtype)
+    return (d_x * factor).astype(x.dtype), (wide * normal).sum(rows).astype(scale.dtype), d_bias
+
+
+_norm.defvjp(lambda x, scale, bias, *static: (_norm(x, scale, bias, *static), (x, scale, bias)), _norm_backward)

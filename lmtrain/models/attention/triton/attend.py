@@ -38,8 +38,8 @@ from lmtrain.sharding.local import device_kind, platform
 
 
 def mix(inputs: Inputs, static: Static) -> tuple[jax.Array, jax.Array]:
-    """The mixed values [B, H, S, D], and the base 2 logarithm of the sum of exponentials, [B, H * parts, S]."""
-    batch, heads, length, _ = inputs.q.shape
+    """The mixed values [B, S, H, D], and the base 2 logarithm of the sum of exponentials, [B, H * parts, S]."""
+    batch, length, heads, _ = inputs.q.shape
     sizes, rows = Sizes.of(inputs), static.blocks.queries
     number = length // rows
 
@@ -48,17 +48,17 @@ def mix(inputs: Inputs, static: Static) -> tuple[jax.Array, jax.Array]:
 
     mixed, log_sum = static.call(
         functools.partial(
-            _kernel, static=static, sizes=sizes, number=number, key_blocks=inputs.k.shape[2] // static.blocks.keys
+            _kernel, static=static, sizes=sizes, number=number, key_blocks=inputs.k.shape[1] // static.blocks.keys
         ),
         "attention_forward",
         grid=(number, heads * sizes.parts, batch),
         in_specs=[sizes.by_query(inputs, rows, turn)],
         out_specs=[
-            pl.BlockSpec((None, None, rows, sizes.part), lambda i, h, b: sizes.mixed_block(b, h, turn(i))),
+            pl.BlockSpec((None, rows, None, sizes.part), lambda i, h, b: sizes.mixed_block(b, h, turn(i))),
             pl.BlockSpec((None, None, rows), lambda i, h, b: (b, h, turn(i))),
         ],
         out_shape=[
-            jax.ShapeDtypeStruct((batch, heads, length, inputs.v.shape[-1]), inputs.q.dtype),
+            jax.ShapeDtypeStruct((batch, length, heads, inputs.v.shape[-1]), inputs.q.dtype),
             jax.ShapeDtypeStruct((batch, heads * sizes.parts, length), jnp.float32),
         ],
     )(inputs._replace(last=None))
@@ -97,7 +97,7 @@ def _kernel(
 
 
 class Upstream(NamedTuple):
-    """Per query, [B, H * parts, S]: `log_sum`, and the weighted `mean` of gradients; `d_mixed` [B, H, S, D]."""
+    """Per query, [B, H * parts, S]: `log_sum`, and the weighted `mean` of gradients; `d_mixed` [B, S, H, D]."""
 
     log_sum: Any
     mean: Any
@@ -106,11 +106,11 @@ class Upstream(NamedTuple):
 
 def d_keys(inputs: Inputs, upstream: Upstream, static: Static) -> tuple[jax.Array, jax.Array]:
     """The gradients of keys, for each part of the values, and of values."""
-    batch, kv_heads, keys, _ = inputs.k.shape
-    length, rows, sizes = inputs.q.shape[2], static.blocks.dkv_keys, Sizes.of(inputs)
+    batch, keys, kv_heads, _ = inputs.k.shape
+    length, rows, sizes = inputs.q.shape[1], static.blocks.dkv_keys, Sizes.of(inputs)
     # here `h` counts parts of key heads; with several parts, each key head has one query head
-    of_key = pl.BlockSpec((None, None, rows, sizes.tile), lambda j, h, b: (b, h // sizes.parts, j, 0))
-    of_value = pl.BlockSpec((None, None, rows, sizes.part), lambda j, h, b: sizes.mixed_block(b, h, j))
+    of_key = pl.BlockSpec((None, rows, None, sizes.tile), lambda j, h, b: (b, j, h // sizes.parts, 0))
+    of_value = pl.BlockSpec((None, rows, None, sizes.part), lambda j, h, b: sizes.mixed_block(b, h, j))
     per_query = pl.BlockSpec((None, sizes.groups, length), lambda j, h, b: (b, h, 0))
     d_k, d_v = static.call(
         functools.partial(_keys_kernel, static=static, sizes=sizes, blocks=length // static.blocks.dkv_queries),
@@ -118,7 +118,7 @@ def d_keys(inputs: Inputs, upstream: Upstream, static: Static) -> tuple[jax.Arra
         grid=(keys // rows, kv_heads * sizes.parts, batch),
         in_specs=[
             Inputs(
-                pl.BlockSpec((None, sizes.groups, length, sizes.tile), lambda j, h, b: (b, h // sizes.parts, 0, 0)),
+                pl.BlockSpec((None, length, sizes.groups, sizes.tile), lambda j, h, b: (b, 0, h // sizes.parts, 0)),
                 of_key,
                 of_value,
                 *sizes.scalars(sizes.groups),
@@ -129,10 +129,10 @@ def d_keys(inputs: Inputs, upstream: Upstream, static: Static) -> tuple[jax.Arra
             Upstream(
                 per_query,
                 per_query,
-                pl.BlockSpec((None, sizes.groups, length, sizes.part), lambda j, h, b: sizes.mixed_block(b, h, 0)),
+                pl.BlockSpec((None, length, sizes.groups, sizes.part), lambda j, h, b: sizes.mixed_block(b, h, 0)),
             ),
         ],
-        out_specs=[pl.BlockSpec((None, None, rows, sizes.tile), lambda j, h, b: (b, h, j, 0)), of_value],
+        out_specs=[pl.BlockSpec((None, rows, None, sizes.tile), lambda j, h, b: (b, j, h, 0)), of_value],
         out_shape=[_per_part(inputs.k, sizes), jax.ShapeDtypeStruct(inputs.v.shape, inputs.v.dtype)],
     )(inputs, upstream)
     return d_k, d_v
@@ -160,7 +160,7 @@ def _keys_kernel(
         def add(i: Any, sums: Any, masked: bool) -> Any:
             d_k, d_v = sums
             queries = pl.dslice(i * columns, columns)
-            q, d = sizes.load(inputs.q.at[g, queries, :]), sizes.load_values(upstream.d_mixed.at[g, queries, :])
+            q, d = sizes.load(inputs.q.at[queries, g, :]), sizes.load_values(upstream.d_mixed.at[queries, g, :])
             s = scores.transposed(plgpu.dot(k, q.T), first_query + i * columns, key, inputs.first[queries], masked)
             weights = jnp.exp2(s - upstream.log_sum[g, queries][None, :])
             d_v = d_v + plgpu.dot(weights.astype(d.dtype), d)
@@ -177,7 +177,7 @@ def _keys_kernel(
 
 def d_queries(inputs: Inputs, upstream: Upstream, static: Static) -> jax.Array:
     """The gradient of queries, for each part of the values."""
-    batch, heads, length, _ = inputs.q.shape
+    batch, length, heads, _ = inputs.q.shape
     rows, sizes = static.blocks.dq_queries, Sizes.of(inputs)
     number = length // rows
 
@@ -185,19 +185,19 @@ def d_queries(inputs: Inputs, upstream: Upstream, static: Static) -> jax.Array:
         return number - 1 - i  # longest first
 
     per_query = pl.BlockSpec((None, None, rows), lambda i, h, b: (b, h, turn(i)))
-    of_mixed = pl.BlockSpec((None, None, rows, sizes.part), lambda i, h, b: sizes.mixed_block(b, h, turn(i)))
+    of_mixed = pl.BlockSpec((None, rows, None, sizes.part), lambda i, h, b: sizes.mixed_block(b, h, turn(i)))
     d_q: jax.Array = static.call(
         functools.partial(
             _queries_kernel,
             static=static,
             sizes=sizes,
             number=number,
-            key_blocks=inputs.k.shape[2] // static.blocks.dq_keys,
+            key_blocks=inputs.k.shape[1] // static.blocks.dq_keys,
         ),
         "attention_d_queries",
         grid=(number, heads * sizes.parts, batch),
         in_specs=[sizes.by_query(inputs, rows, turn), Upstream(per_query, per_query, of_mixed)],
-        out_specs=pl.BlockSpec((None, None, rows, sizes.tile), lambda i, h, b: (b, h, turn(i), 0)),
+        out_specs=pl.BlockSpec((None, rows, None, sizes.tile), lambda i, h, b: (b, turn(i), h, 0)),
         out_shape=_per_part(inputs.q, sizes),
     )(inputs._replace(last=None), upstream)
     return d_q
@@ -226,9 +226,9 @@ def _queries_kernel(
 
 def _per_part(x: jax.Array, sizes: Sizes) -> jax.ShapeDtypeStruct:
     """The shape of the gradients of `x`; with several parts of the values one for each, to be summed in float32."""
-    batch, heads, *rest = x.shape
+    *leading, heads, width = x.shape
     dtype = x.dtype if sizes.parts == 1 else jnp.dtype(jnp.float32)
-    return jax.ShapeDtypeStruct((batch, heads * sizes.parts, *rest), dtype)
+    return jax.ShapeDtypeStruct((*leading, heads * sizes.parts, width), dtype)
 
 
 def attend(
@@ -248,17 +248,19 @@ def attend(
         extra = -x.shape[axis] % static.blocks.largest
         return jnp.pad(x, [(0, extra if axis == number else 0) for number in range(x.ndim)], **more)
 
-    q, k, v = (pad(x, 2) for x in (q_BHSC, k_BKSC, v_BKSC))
+    # projections return [B, S, H, C], and the compiler drops a transposition and its inverse: nothing is copied
+    q, k, v = (pad(x.transpose(0, 2, 1, 3), 1) for x in (q_BHSC, k_BKSC, v_BKSC))
     segments = jnp.zeros((len(k), k_BKSC.shape[2]), jnp.int32) if options.segments is None else options.segments
     first, last = _ranges(pad(segments, 1, constant_values=-1), options.window)
     begin = None
     if options.first_query is not None:
         begin = options.first_query.reshape(1)
         # queries after the last key are padding
-        first = options.of_queries(jnp.pad(first, ((0, 0), (0, q.shape[2]))), q.shape[2])
+        first = options.of_queries(jnp.pad(first, ((0, 0), (0, q.shape[1]))), q.shape[1])
     scales = jnp.asarray(scale, jnp.float32).reshape(1)
-    slopes = jnp.zeros(q.shape[1], jnp.float32) if options.slopes is None else jnp.asarray(options.slopes)
-    return _attend(Inputs(q, k, v, scales, slopes, first, last, begin), static)[:, :, :length]
+    slopes = jnp.zeros(q.shape[2], jnp.float32) if options.slopes is None else jnp.asarray(options.slopes)
+    mixed_BSHD = _attend(Inputs(q, k, v, scales, slopes, first, last, begin), static)[:, :length]
+    return mixed_BSHD.transpose(0, 2, 1, 3)
 
 
 def _ranges(segments_BS: jax.Array, window: int | None) -> tuple[jax.Array, jax.Array]:
@@ -291,14 +293,12 @@ def _backward(static: Static, saved: Any, d_mixed: jax.Array) -> tuple[Inputs]:
     parts = Sizes.of(inputs).parts
     products = d_mixed.astype(jnp.float32) * mixed.astype(jnp.float32)
     # for each part of the values: only one part uses their sum, since scores are the same for all parts
-    mean = jnp.repeat(products.sum(-1), parts, axis=1) / parts
+    mean = jnp.repeat(products.sum(-1).transpose(0, 2, 1), parts, axis=1) / parts
     upstream = Upstream(log_sum, mean, d_mixed.astype(q.dtype))
     d_k, d_v = d_keys(inputs, upstream, static)
     d_q = d_queries(inputs, upstream, static)
     if parts > 1:
-        d_q, d_k = (
-            d.reshape(*x.shape[:2], parts, *x.shape[2:]).sum(2).astype(x.dtype) for d, x in ((d_q, q), (d_k, k))
-        )
+        d_q, d_k = (d.reshape(*x.shape[:3], parts, x.shape[3]).sum(3).astype(x.dtype) for d, x in ((d_q, q), (d_k, k)))
     return (Inputs(d_q, d_k, d_v, None, None, None, None, None),)
 
 

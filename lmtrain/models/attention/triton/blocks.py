@@ -104,7 +104,7 @@ class Sizes(NamedTuple):
 
     @classmethod
     def of(cls, inputs: Inputs) -> "Sizes":
-        heads, kv_heads, columns = inputs.q.shape[1], inputs.k.shape[1], inputs.v.shape[-1]
+        heads, kv_heads, columns = inputs.q.shape[2], inputs.k.shape[2], inputs.v.shape[-1]
         parts = columns // _PART if columns > 2 * _PART else 1
         assert columns % parts == 0, f"values of {columns} columns"
         assert parts == 1 or heads == kv_heads, "wide values with grouped heads"
@@ -123,10 +123,10 @@ class Sizes(NamedTuple):
         return pl.next_power_of_2(self.value_width)
 
     def value_block(self, b: Any, h: Any, i: Any) -> tuple[Any, ...]:
-        return b, h // self.of_key, i, h % self.parts
+        return b, i, h // self.of_key, h % self.parts
 
     def mixed_block(self, b: Any, h: Any, i: Any) -> tuple[Any, ...]:
-        return b, h // self.parts, i, h % self.parts
+        return b, i, h // self.parts, h % self.parts
 
     def scalars(self, heads: int = 1) -> tuple[pl.BlockSpec, pl.BlockSpec]:
         """Block specs of the scale, and of the slopes of this number of query heads."""
@@ -134,11 +134,11 @@ class Sizes(NamedTuple):
 
     def by_query(self, inputs: Inputs, rows: int, turn: Any) -> Inputs:
         """Blocks of a kernel whose grid is (queries, parts of query heads, batch): queries by block, all keys."""
-        length = inputs.k.shape[2]
+        length = inputs.k.shape[1]
         return Inputs(
-            pl.BlockSpec((None, None, rows, self.tile), lambda i, h, b: (b, h // self.parts, turn(i), 0)),
-            pl.BlockSpec((None, None, length, self.tile), lambda i, h, b: (b, h // self.of_key, 0, 0)),
-            pl.BlockSpec((None, None, length, self.part), lambda i, h, b: self.value_block(b, h, 0)),
+            pl.BlockSpec((None, rows, None, self.tile), lambda i, h, b: (b, turn(i), h // self.parts, 0)),
+            pl.BlockSpec((None, length, None, self.tile), lambda i, h, b: (b, 0, h // self.of_key, 0)),
+            pl.BlockSpec((None, length, None, self.part), lambda i, h, b: self.value_block(b, h, 0)),
             *self.scalars(),
             pl.BlockSpec((None, rows), lambda i, h, b: (b, turn(i))),
             None,
