@@ -63,21 +63,22 @@ class Mlp(nn.Module):
 Products = tuple[tuple[jax.Array, jax.Array | None], ...]
 
 
-def _activate(activation: str, products: Products) -> jax.Array:
-    x, *factor = (y if bias is None else add_bias(y, bias) for y, bias in products)
+def _activate(add: Callable[..., jax.Array], activation: str, products: Products) -> jax.Array:
+    x, *factor = (y if bias is None else add(y, bias) for y, bias in products)
     y = ACTIVATIONS[activation](x)
     return y * factor[0] if factor else y
 
 
 # The gradient keeps only the products, so that GPUs write no derivatives in the forward pass for the backward pass.
-_activated = jax.custom_vjp(_activate, nondiff_argnums=(0,))
+_plain = functools.partial(_activate, jnp.add)
+_activated = jax.custom_vjp(_plain, nondiff_argnums=(0,))
 
 
 def _activate_backward(activation: str, products: Products, d_y: jax.Array) -> Any:
-    return jax.vjp(functools.partial(_activate, activation), computed_again(products))[1](d_y)
+    return jax.vjp(functools.partial(_activate, add_bias, activation), computed_again(products))[1](d_y)
 
 
-_activated.defvjp(lambda activation, products: (_activate(activation, products), products), _activate_backward)
+_activated.defvjp(lambda activation, products: (_plain(activation, products), products), _activate_backward)
 
 
 class LayerNorm(nn.Module):
@@ -126,12 +127,15 @@ class RmsNorm(nn.Module):
 # of the scale, twice the bytes.
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _norm(x: jax.Array, scale: jax.Array, bias: jax.Array | None, epsilon: float, is_centred: bool) -> jax.Array:
+def _normalize(x: jax.Array, scale: jax.Array, bias: jax.Array | None, epsilon: float, is_centred: bool) -> jax.Array:
     """`x` over the dimensions of `scale`, minus its mean if it `is_centred`, divided by the root of its mean square."""
     mean, factor = _statistics(x, scale.ndim, epsilon, is_centred)
     scaled = (x.astype(jnp.float32) - mean) * factor * scale
     return (scaled if bias is None else scaled + bias).astype(x.dtype)
+
+
+# Its rules call no function that has rules, so that the gradient has a derivative in turn, for Sophia's Hessian.
+_norm = jax.custom_vjp(_normalize, nondiff_argnums=(3, 4))
 
 
 def _statistics(x: jax.Array, rank: int, epsilon: float, is_centred: bool) -> tuple[jax.Array, jax.Array]:
@@ -154,4 +158,4 @@ def _norm_backward(epsilon: float, is_centred: bool, saved: Any, d_y: jax.Array)
     return (d_x * factor).astype(x.dtype), (wide * normal).sum(rows).astype(scale.dtype), d_bias
 
 
-_norm.defvjp(lambda x, scale, bias, *static: (_norm(x, scale, bias, *static), (x, scale, bias)), _norm_backward)
+_norm.defvjp(lambda x, scale, bias, *static: (_normalize(x, scale, bias, *static), (x, scale, bias)), _norm_backward)
