@@ -138,6 +138,7 @@ class Chunks(NamedTuple):
     def log_sum(self, logits_TV: jax.Array) -> jax.Array:
         """The log-sum-exp over the entire vocabulary, [T]."""
         highest, total = _highest_and_total(logits_TV)
+        highest = jax.lax.stop_gradient(highest)
         if self.vocab:
             overall = jax.lax.pmax(highest, self.vocab)
             highest, total = overall, sum_over(self.vocab, total * jnp.exp(highest - overall))
@@ -159,6 +160,7 @@ class Chunks(NamedTuple):
         return jax.lax.pmin(jnp.where(is_best, token, self.padded_size), self.vocab)
 
 
+@jax.custom_jvp
 def _highest_and_total(logits_TV: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Each row's highest logit, and the sum of the exponentials of all logits minus the highest."""
     if platform() != "gpu":
@@ -174,6 +176,14 @@ def _highest_and_total(logits_TV: jax.Array) -> tuple[jax.Array, jax.Array]:
     first = jnp.float32(_NO_TOKEN), jnp.float32(0)
     highest, total = jax.lax.reduce((logits_TV, jnp.ones_like(logits_TV)), first, joined, (1,))
     return highest, total
+
+
+@_highest_and_total.defjvp
+def _highest_and_total_jvp(primals: Any, tangents: Any) -> Any:
+    """The derivative of the total for a constant highest logit, on which their log-sum-exp does not depend."""
+    highest, total = _highest_and_total(*primals)
+    softmax = jnp.exp(primals[0] - highest[:, None])
+    return (highest, total), (jnp.zeros_like(highest), (softmax * tangents[0]).sum(-1))
 
 
 def rows_at_once(rows: int, vocab: int, kind: str) -> int:

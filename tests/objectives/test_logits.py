@@ -1,9 +1,13 @@
 """Chunks of rows: their sizes on each platform, and what is computed in them, for any size."""
 
+import functools
+
+import jax
 import numpy as np
 import pytest
 
 from lmtrain.models.interface import Head
+from lmtrain.objectives import chunked_sums
 from lmtrain.objectives.chunked_sums import Chunks, rows_at_once
 
 
@@ -46,3 +50,17 @@ def test_functions_of_rows_get_their_logits_and_padding_of_the_vocabulary_counts
     found = split.map_rows(of_rows, Head(hidden, head), np.arange(12).reshape(2, 6))
     np.testing.assert_array_equal(found["second"], hidden[..., 1])
     np.testing.assert_allclose(found["log sum"], np.logaddexp(hidden[..., 0], hidden[..., 1]), rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["cpu", "gpu"])
+def test_the_log_sum_of_each_platform_and_its_derivatives(monkeypatch, kind):
+    """Also in a row of equal logits, and far from 0."""
+    monkeypatch.setattr(chunked_sums, "platform", lambda: kind)
+    logits, direction = np.random.default_rng(0).normal(size=(2, 4, 50)).astype(np.float32) * 5
+    logits[1], logits[2] = 7, logits[2] - 1e4
+    chunks = Chunks((), (), (), 4, 50, 50, None)
+    reference = functools.partial(jax.nn.logsumexp, axis=-1)
+    for function in (lambda x: x, jax.grad):
+        ours, theirs = (function(lambda x, of=of: of(x).sum()) for of in (chunks.log_sum, reference))
+        for found, right in zip(*(jax.jvp(f, (logits,), (direction,)) for f in (ours, theirs)), strict=True):
+            np.testing.assert_allclose(found, right, rtol=1e-5, atol=1e-5)
