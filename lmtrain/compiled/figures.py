@@ -22,7 +22,7 @@ _NONE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "whil
          "partition-id", "replica-id", "opt-barrier", "async-start", "async-update", "async-done", "add-dependency",
          "domain", "get-dimension-size"}  # fmt: skip
 _SLICING = ("dynamic-slice", "slice", "gather")
-# Computed only for the elements that are sliced of them.
+# A fusion computes of these only the elements that it slices.
 _ELEMENTWISE = ("convert", "select")
 
 
@@ -67,24 +67,25 @@ def _fusion(module: Module, inside: Computation, op: HloInstruction) -> float:
 
 def _read(module: Module, fused: Computation, parameter: HloInstruction) -> float:
     """Bytes that a fusion reads of one of its operands."""
-    updated = _updated_in_place(module, fused)
+    everything = float(sum(shape.bytes for shape in parameter.shapes))
     names, computed = _aliases(fused, parameter.name), _aliases(fused, parameter.name, _ELEMENTWISE)
+    if (computed - names) & set(_results(fused)):
+        return everything
+    updated = _updated_in_place(module, fused)
     total = 0.0
     for user in fused.instructions:
-        if not computed & set(user.operands) or (user.name in computed and user.opcode not in _ELEMENTWISE):
+        if user.name in computed or not computed & set(user.operands):
             continue
-        if user.opcode == "fusion" and not (computed - names) & set(user.operands):
+        if user.opcode in _SLICING and user.operands[0] in computed:
+            total += sum(shape.bytes for shape in user.shapes)
+        elif (computed - names) & set(user.operands):
+            return everything
+        elif user.opcode == "fusion":
             nested = module.computations[user.called("calls") or ""]
             numbers = [number for number, name in enumerate(user.operands) if name in names]
             total += sum(_read(module, nested, nested.parameters[number]) for number in numbers)
-        elif user.opcode in _SLICING and user.operands[0] in computed:
-            total += sum(shape.bytes for shape in user.shapes)
-        elif (user.opcode in _ELEMENTWISE and user.name not in _results(fused)) or (
-            user.name in updated and user.operands[0] in names
-        ):
-            continue
-        else:
-            return sum(shape.bytes for shape in parameter.shapes)
+        elif user.name not in updated or user.operands[0] not in names:
+            return everything
     return total
 
 

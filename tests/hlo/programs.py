@@ -210,7 +210,6 @@ ENTRY %main (stack: f32[100,8,8], other: f32[100,8,8], i: s32[]) -> f32[100,8,8]
 }
 """
 
-# Two TPU slices with two chips each: a collective within a slice, transfers by the runtime between slices.
 # The first fusion reads the columns that it gathers of its operand, the second one all of it.
 CONVERTED = """
 HloModule converted, is_scheduled=true
@@ -222,20 +221,22 @@ HloModule converted, is_scheduled=true
   ROOT %chosen = f32[8]{0} gather(%wide, %at), offset_dims={}, collapsed_slice_dims={1}, start_index_map={1}, operand_batching_dims={0}, start_indices_batching_dims={0}, index_vector_dim=1, slice_sizes={1,1}
 }
 
-%all (logits: bf16[8,512]) -> f32[8,512] {
+%all (logits: bf16[8,512]) -> f32[4096] {
   %logits = bf16[8,512]{1,0} parameter(0)
-  ROOT %wide = f32[8,512]{1,0} convert(%logits)
+  %wide = f32[8,512]{1,0} convert(%logits)
+  ROOT %flat = f32[4096]{0} bitcast(%wide)
 }
 
-ENTRY %main (logits: bf16[8,512], at: s32[8,1]) -> (f32[8], f32[8,512]) {
+ENTRY %main (logits: bf16[8,512], at: s32[8,1]) -> (f32[8], f32[4096]) {
   %logits = bf16[8,512]{1,0} parameter(0)
   %at = s32[8,1]{1,0} parameter(1)
   %chosen = f32[8]{0} fusion(%logits, %at), kind=kLoop, calls=%some
-  %wide = f32[8,512]{1,0} fusion(%logits), kind=kLoop, calls=%all
-  ROOT %out = (f32[8]{0}, f32[8,512]{1,0}) tuple(%chosen, %wide)
+  %wide = f32[4096]{0} fusion(%logits), kind=kLoop, calls=%all
+  ROOT %out = (f32[8]{0}, f32[4096]{0}) tuple(%chosen, %wide)
 }
 """
 
+# Two TPU slices with two chips each: a collective within a slice, transfers by the runtime between slices.
 SLICES_OF_TPUS = """
 HloModule slices_of_tpus, is_scheduled=true
 

@@ -64,6 +64,7 @@ Products = tuple[tuple[jax.Array, jax.Array | None], ...]
 
 
 def _activate(add: Callable[..., jax.Array], activation: str, products: Products) -> jax.Array:
+    """activation(gate) * up, or activation(up)."""
     x, *factor = (y if bias is None else add(y, bias) for y, bias in products)
     y = ACTIVATIONS[activation](x)
     return y * factor[0] if factor else y
