@@ -173,9 +173,9 @@ def test_the_quickstart_of_chat_teaches_a_format_and_exports_it(clone):
 @pytest.mark.long
 @pytest.mark.release  # tests/test_finetuning.py follows the guide
 def test_the_quickstart_of_preferences_raises_the_accuracy_on_held_out_pairs(clone):
-    """The real script with fewer steps: 100 of pretraining and of DPO."""
+    """The real script with fewer steps: 200 of pretraining and of DPO."""
     command = ["bash", "tools/quickstart_preferences.sh"]
-    command += ["--trainer.num_train_steps", "100", "--trainer.steps_per_eval", "50"]
+    command += ["--trainer.num_train_steps", "200", "--trainer.steps_per_eval", "50"]
     done = subprocess.run(command, cwd=clone, capture_output=True, text=True, timeout=1000)
     assert done.returncode == 0, done.stderr
     shares = [float(found) for found in re.findall(r"([\d.]+) % of pairs right", done.stderr)]

@@ -1,13 +1,13 @@
 """All figures of one compiled program, per device and execution."""
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lmtrain.compiled.collectives import Collective, Network, find_collectives
+from lmtrain.compiled.collectives import KINDS, Collective, Network, find_collectives
 from lmtrain.compiled.executions import Execution, Loop, Trips, walk
-from lmtrain.compiled.hlo import Computation, HloInstruction, Module, parse_hlo
+from lmtrain.compiled.hlo import Computation, HloInstruction, Module, Shape, parse_hlo
 from lmtrain.compiled.products import call_target, flops, is_8_bit
 from lmtrain.runtime.accelerators import Accelerator
 
@@ -172,12 +172,14 @@ class KernelCall:
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """Figures of one device in one execution of the program; `traffic` has bytes of HBM by source line, `cycles` are
-    those that XLA:TPU estimates, without kernels; 0 on other platforms."""
+    """Figures of one device in one execution of the program; `traffic` has bytes of HBM by source line, `least` those
+    of them that remain if everything else is fused into products, kernels and collectives: each reads its operands and
+    writes its results once. `cycles` are those that XLA:TPU estimates, without kernels; 0 on other platforms."""
 
     products: Sequence[Product]
     kernels: Sequence[KernelCall]
     traffic: Mapping[str, float]
+    least: Mapping[str, float]
     collectives: Sequence[Collective]
     loops: Sequence[Loop]
     cycles: float
@@ -195,16 +197,24 @@ class Figures:
         return sum(collective.wire_bytes for collective in self.collectives)
 
 
-def measure(text: str, network: Network, trips: Trips = lambda op_name: None) -> Figures:
-    """Figures of a program from its HLO text. `trips` gives the mean trip counts of loops with computed bounds."""
+def measure(
+    text: str,
+    network: Network,
+    trips: Trips = lambda op_name: None,
+    on_chip: Callable[[str, Shape], bool] = lambda where, shape: False,
+) -> Figures:
+    """Figures of a program from its HLO text. `trips` gives the mean trip counts of loops with computed bounds;
+    `on_chip(where, shape)`: whether an operand or result of a product need not be in memory, for `Figures.least`."""
     module = parse_hlo(text)
     executions, loops = walk(module, trips)
     products: list[Product] = []
     kernels: list[KernelCall] = []
     traffic: dict[str, float] = defaultdict(float)
-    cycles = 0.0
+    least: dict[str, float] = defaultdict(float)
+    cycles = outside = 0.0
     for execution in executions:
-        op = execution.instruction
+        op, moved = execution.instruction, hbm_bytes(execution)
+        outside = moved if execution.fusion is None else outside
         operations = flops(execution.inside, op) * execution.times
         if operations:
             products.append(
@@ -212,15 +222,23 @@ def measure(text: str, network: Network, trips: Trips = lambda op_name: None) ->
                     where=execution.where, op_name=op.op_name, flops=operations, is_8_bit=is_8_bit(execution.inside, op)
                 )
             )
+            arrays = [*(execution.inside.by_name[name].shapes[0] for name in op.operands[:2]), op.shapes[0]]
+            kept = sum(shape.hbm_bytes for shape in arrays if not on_chip(execution.where, shape))
+            # some of a fusion's arrays are on chip
+            least[execution.where] += min(kept, outside) * execution.times
         target = call_target(op)
-        if target and not target.startswith(_NO_KERNELS):
+        is_kernel = bool(target) and not target.startswith(_NO_KERNELS)
+        if is_kernel or op.opcode.removesuffix("-start") in KINDS:
+            least[execution.where] += moved * execution.times
+        if is_kernel:
             kernels.append(KernelCall(target=target, where=execution.where, op_name=op.op_name, times=execution.times))
-        traffic[execution.where] += hbm_bytes(execution) * execution.times
+        traffic[execution.where] += moved * execution.times
         cycles += int(op.find(_CYCLES) or 0) * execution.times
     return Figures(
         products=products,
         kernels=kernels,
         traffic=traffic,
+        least=least,
         collectives=find_collectives(executions, network),
         loops=loops,
         cycles=cycles,

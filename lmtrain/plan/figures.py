@@ -1,5 +1,6 @@
 """Answers as plain data: figures of a program and of its compiled steps, per device and step."""
 
+import functools
 from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 from lmtrain.compiled.collectives import Network
 from lmtrain.compiled.executions import Trips
 from lmtrain.compiled.figures import Figures, bound, measure
+from lmtrain.compiled.hlo import Shape
 from lmtrain.models.attention.kernel import kernel_of
 from lmtrain.models.mixer import AttentionMixer
 from lmtrain.models.moe.experts import EXPERTS_SCOPE
@@ -60,7 +62,8 @@ def compiled_figures(
 ) -> dict[str, Any]:
     """Figures of a compiled step, `train` or `eval`, from its HLO text and the compiler's memory analysis."""
     network = network_of(program.layout, accelerator)
-    measured = measure(text, network, mean_trips(program))
+    is_logits = functools.partial(_is_logits, program.config.model.hidden_dim)
+    measured = measure(text, network, mean_trips(program), is_logits)
     flops = _flops(program, measured, step)
     by_network = {network.fast: 0.0, network.slow: 0.0}
     for collective in measured.collectives:
@@ -76,7 +79,8 @@ def compiled_figures(
         "products": _products(measured, flops["experts_by_formula"], flops["experts_in_8_bits"]),
         "cycles": measured.cycles or None,
         "hbm_bytes": measured.hbm_bytes,
-        "hbm_sources": _by_file(measured.traffic),
+        "hbm_minimum": sum(measured.least.values()) + _state_traffic(compiled),
+        "hbm_sources": _by_file(measured.traffic, measured.least),
         "wire_bytes": measured.wire_bytes,
         "wire_by_network": by_network,
         "wire_minimum": wire_minimum(program, step),
@@ -106,12 +110,25 @@ def compiled_figures(
     }
 
 
-def _by_file(traffic: Mapping[str, float]) -> list[dict[str, Any]]:
-    """Bytes by source file, in decreasing order."""
-    files: dict[str, float] = defaultdict(float)
-    for where, size in traffic.items():
-        files[where.partition(":")[0]] += size
-    return [{"where": where, "bytes": size} for where, size in sorted(files.items(), key=lambda item: -item[1]) if size]
+def _by_file(traffic: Mapping[str, float], least: Mapping[str, float]) -> list[dict[str, Any]]:
+    """Bytes by source file, in decreasing order; `least` are those of products, kernels and collectives."""
+    files: dict[str, dict[str, float]] = defaultdict(lambda: {"bytes": 0.0, "least": 0.0})
+    for name, sizes in (("bytes", traffic), ("least", least)):
+        for where, size in sizes.items():
+            files[where.partition(":")[0]][name] += size
+    rows = [{"where": where, **sizes} for where, sizes in files.items() if sizes["bytes"]]
+    return sorted(rows, key=lambda row: -row["bytes"])
+
+
+def _is_logits(hidden_dim: int, where: str, shape: Shape) -> bool:
+    """Whether an array of a product of the loss is logits or their gradient, which a fused kernel keeps on chip."""
+    return where.startswith("objectives/") and hidden_dim not in shape.dims
+
+
+def _state_traffic(compiled: Any) -> float:
+    """Bytes of the program's arguments, each read once, and of its results."""
+    stats = compiled.memory_analysis()
+    return float(stats.argument_size_in_bytes + stats.output_size_in_bytes)
 
 
 def network_of(layout: Layout, accelerator: Accelerator | None) -> Network:

@@ -73,7 +73,7 @@ def as_json(plan: Plan, accelerator: Accelerator | None, target: Target) -> dict
 
 
 def _step_json(figures: dict[str, Any], plan: Plan, capacity: float | None) -> dict[str, Any]:
-    unknown = dict.fromkeys(("flops", "hbm_bytes", "wire_bytes", "wire_minimum", "seconds", "mfu_bound"))
+    unknown = dict.fromkeys(("flops", "hbm_bytes", "hbm_minimum", "wire_bytes", "wire_minimum", "seconds", "mfu_bound"))
     empty: dict[str, Any] = {"hbm_sources": [], "collectives": [], "loops": [], "kernels": []}
     memory = dict.fromkeys(("arguments", "peak", "temporary", "total", "host")) | figures.get("memory", {})
     return {**unknown, **empty, **figures, "memory": {**memory, "capacity": capacity, "state": plan.state_bytes}}
@@ -171,8 +171,12 @@ def _work_lines(figures: Mapping[str, Any]) -> Iterator[str]:
     )
     if flops["experts_by_formula"]:
         yield f"  experts     {_flops(flops['experts_by_formula'])} of the products by formula, with the rows of tiles"
-    sources = ", ".join(f"{_decimal(row['bytes'])} {row['where'] or 'elsewhere'}" for row in figures["hbm_sources"][:4])
-    yield f"  HBM         {_decimal(figures['hbm_bytes'])} read and written: {sources}"
+    least, moved = figures["hbm_minimum"], figures["hbm_bytes"]
+    ratio = f", {moved / least:.2f} x the minimum of {_decimal(least)}" if least else ""
+    yield f"  HBM         {_decimal(moved)} read and written{ratio}"
+    for row in figures["hbm_sources"][:4]:
+        share = f", minimum {_decimal(row['least'])}" if row["least"] else ""
+        yield f"              {_decimal(row['bytes'])} {row['where'] or 'elsewhere'}{share}"
 
 
 def _collective_lines(figures: Mapping[str, Any]) -> Iterator[str]:

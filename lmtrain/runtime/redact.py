@@ -9,6 +9,7 @@ text, user info becomes `***@`, and the parameters of credentials together one `
 So all signatures of a URL have the same masked form, in which files and identities of runs are compared.
 """
 
+import functools
 import re
 from collections.abc import Iterable
 from typing import Any, TypeVar
@@ -153,6 +154,7 @@ def _is_credential(name: str) -> bool:
     return _says_secret(name, "") or name in _CREDENTIALS or _SIGNATURE.search(name) is not None
 
 
+@functools.lru_cache(4096)
 def _snake_case(name: str) -> str:
     """`X-Amz-Date` -> `x_amz_date`, `apiKey` -> `api_key`, `tracker.token` -> `tracker_token`."""
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|[-.]", "_", name).lower()

@@ -1,7 +1,6 @@
 """Remote files through fsspec, with errors that say what to do. fsspec is imported only when a URL is used."""
 
 import functools
-import http.client
 import logging
 import re
 import time
@@ -171,6 +170,8 @@ def _reason(error: Exception) -> tuple[int | None, str]:
 
 def _describe(status: int | None, text: str | bytes | None) -> tuple[int | None, str]:
     """A status with its standard text, and the first line of the server's own, without HTML."""
+    import http.client  # slow, with ssl
+
     own = text.decode(errors="replace") if isinstance(text, bytes) else text or ""
     own = " ".join(re.sub(r"<[^>]*>", " ", own.strip().partition("\n")[0]).split())
     if not str(status).isdigit():

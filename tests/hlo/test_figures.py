@@ -101,3 +101,33 @@ def test_products_in_8_bits_have_the_rate_of_their_format():
     assert bound(2 * 989e12, 0.0, [], h100, 989e12, "fp8")["products"] == pytest.approx(1.5, rel=1e-3)
     assert bound(197e12, 0.0, [], v5e, 197e12, "int8")["products"] == pytest.approx(0.5)
     assert bound(989e12, 0.0, [], h100, 0.0, None)["products"] == pytest.approx(1.0)
+
+
+def test_the_least_traffic_is_that_of_products_kernels_and_collectives():
+    """Products [32, 8] x [8, 32] in bfloat16, whose result may be on chip; kernels and gathers as compiled."""
+    found = measure(GPU_LOOP, EIGHT)
+    hidden = measure(GPU_LOOP, EIGHT, on_chip=lambda where, shape: shape.dims == (32, 32))
+    times = 7
+    assert sum(found.least.values()) - sum(hidden.least.values()) == times * 32 * 32 * 2
+    assert 0 < sum(hidden.least.values()) < sum(found.least.values()) <= found.hbm_bytes
+
+
+FUSED_PRODUCT = """
+HloModule fused, is_scheduled=true
+
+%inside (x: f32[8,16], y: f32[16,4]) -> f32[8,4] {
+  %x = f32[8,16]{1,0} parameter(0)
+  %y = f32[16,4]{1,0} parameter(1)
+  ROOT %product = f32[8,4]{1,0} dot(%x, %y), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+ENTRY %main (x: f32[8,16], y: f32[16,4]) -> f32[8,4] {
+  %x = f32[8,16]{1,0:S(1)} parameter(0)
+  %y = f32[16,4]{1,0} parameter(1)
+  ROOT %fused = f32[8,4]{1,0} fusion(%x, %y), kind=kOutput, calls=%inside
+}
+"""
+
+
+def test_arrays_that_are_on_chip_outside_of_a_fusion_are_not_part_of_the_least_traffic():
+    assert sum(measure(FUSED_PRODUCT, ALONE).least.values()) == 4 * (16 * 4 + 8 * 4)

@@ -97,7 +97,7 @@ def row(name: str, device: str, found: dict) -> str:
     return (
         f"| {name} | {device} | {found['attention']} | {memory['peak'] / 2**30:.1f} | "
         f"{memory['state'] / 2**30:.1f} | {flops['compiled'] / flops['model']:.2f} | "
-        f"{found['hbm_bytes'] / 1e9:,.0f} | {wire} | {loops} | "
+        f"{found['hbm_bytes'] / 1e9:,.0f} ({found['hbm_bytes'] / found['hbm_minimum']:.2f} x min) | {wire} | {loops} | "
         f"{seconds['total']:.3g} s, {seconds['limited_by']}, MFU {100 * found['mfu_bound']:.0f} % |"
     )
 

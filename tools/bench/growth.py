@@ -6,9 +6,11 @@ checkpoints  `lmtrain checkpoint list` of a run with 10 to 3,000 checkpoints
 report       `lmtrain report` of a run of 1,000 to 100,000 logged steps
 shards       `lmtrain train` to its first step, from a cache of 10 to 10,000 shards, one of each text file
 files        `lmtrain preprocess` of 10 to 10,000 text files of one size
+devices      the bound of `lmtrain plan` for a step of llama2_7b on 8 to 4,096 TPU v5p, four sequences each; run it
+             with the Python of `.venv-compiled`
 
-Prints seconds by size, and the exponent of the growth from each size to the next: 1 is linear. Checkpoints are
-links to the arrays of the first.
+Prints seconds by size, and the exponent of the growth from each size to the next: 1 is linear, 0 is constant.
+Checkpoints are links to the arrays of the first.
 """
 
 import argparse
@@ -16,6 +18,7 @@ import dataclasses
 import json
 import math
 import os
+import subprocess
 import sys
 import tempfile
 import time
@@ -24,7 +27,7 @@ from pathlib import Path
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 
-from startup import seconds, seconds_to_first_step
+from startup import LMTRAIN, seconds, seconds_to_first_step
 
 from lmtrain.checkpoint.manifest import NAME, read_manifest, write_manifest
 
@@ -80,11 +83,22 @@ def files(folder: Path, number: int) -> float:
     return seconds(["preprocess", texts(folder, number)], str(folder))
 
 
+def devices(folder: Path, number: int) -> float:
+    command = [*LMTRAIN, "plan", "llama2_7b", "--device", f"v5p-{2 * number}", "--step", "train", "--json"]
+    command += ["--trainer.train_batch_size", str(4 * number)]
+    done = subprocess.run(command, cwd=folder, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    found = json.loads(done.stdout)
+    sent, least = found["wire_bytes"] / 1e9, found["wire_minimum"] / 1e9
+    print(f"{sent:.1f} GB sent ({sent / least:.2f} x the minimum), {found['hbm_bytes'] / 1e9:,.0f} GB of HBM")
+    return float(found["seconds"]["total"])
+
+
 CASES: dict[str, tuple[Callable[[Path, int], float], tuple[int, ...]]] = {
     "checkpoints": (checkpoints, (10, 100, 1000, 3000)),
     "report": (report, (1000, 10_000, 100_000)),
     "shards": (shards, (10, 1000, 10_000)),
     "files": (files, (10, 1000, 10_000)),
+    "devices": (devices, (8, 64, 512, 4096)),
 }
 
 
