@@ -1,0 +1,95 @@
+"""`tools/reproduce.sh`: every recipe at a small size, and the download of its data."""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from http.server import BaseHTTPRequestHandler
+from typing import ClassVar
+
+import pytest
+import yaml
+from pages import ROOT
+from web import serving
+
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT / "tools")}
+RECIPES = ROOT / "configs" / "recipes"
+NAMES = list(yaml.safe_load((RECIPES / "recipes.yaml").read_text()))
+CONTENT = os.urandom(3 << 20)
+
+
+def reproduce(folder, *arguments, table=RECIPES / "recipes.yaml"):
+    code = "import pathlib, sys, reproduce; reproduce.TABLE = pathlib.Path(sys.argv.pop(1)); reproduce.main()"
+    command = [sys.executable, "-c", code, table, *arguments, "--check", "--folder", folder]
+    return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=600)
+
+
+def test_every_recipe_is_listed():
+    assert {path.stem for path in RECIPES.glob("*.yaml")} == {*NAMES, "recipes"}
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == "gpt2_124m" else pytest.param(name, marks=pytest.mark.long) for name in NAMES]
+)
+def test_a_recipe_runs_offline_at_a_small_size(name, tmp_path):
+    done = reproduce(tmp_path, name)
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / "result.json").read_text())
+    low, high = result["expected"]
+    assert result["recipe"] == f"{name}-check"
+    assert low <= result["loss"] <= high
+    assert (tmp_path / "logs" / "run" / "report.html").exists()
+    table = yaml.safe_load((RECIPES / "recipes.yaml").read_text())
+    table[name]["check"]["band"] = [0.0, low]
+    other = tmp_path / "other.yaml"
+    other.write_text(yaml.safe_dump(table))
+    done = reproduce(tmp_path, name, table=other)  # the run is complete: only its loss is compared again
+    assert done.returncode == 1
+    assert str(other) in done.stderr
+    assert json.loads((tmp_path / "result.json").read_text())["seconds"] >= result["seconds"] > 0
+
+
+class Interrupted(BaseHTTPRequestHandler):
+    """Sends a third of the file at the first request; answers requests for the rest of it."""
+
+    asked: ClassVar[list[str]] = []
+
+    def do_GET(self):
+        asked = self.headers.get("Range", "")
+        self.asked.append(asked)
+        begin = int(asked.removeprefix("bytes=").removesuffix("-")) if asked else 0
+        self.send_response(206 if asked else 200)
+        self.send_header("Content-Length", str(len(CONTENT) - begin))
+        self.end_headers()
+        self.wfile.write(CONTENT[begin:] if asked else CONTENT[: len(CONTENT) // 3])
+
+    def log_message(self, *_):
+        pass
+
+
+def download(url, checksum, path):
+    code = "import sys, pathlib, reproduce; reproduce.download(sys.argv[1], sys.argv[2], pathlib.Path(sys.argv[3]))"
+    command = [sys.executable, "-c", code, url, checksum, path]
+    return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True)
+
+
+def test_a_download_goes_on_where_it_ended_and_is_compared_with_its_checksum(tmp_path):
+    path, checksum = tmp_path / "file", hashlib.sha256(CONTENT).hexdigest()
+    Interrupted.asked.clear()
+    with serving(Interrupted) as address:
+        url = f"http://{address}/file"
+        done = download(url, checksum, path)
+        assert done.returncode == 2
+        assert url in done.stderr
+        assert not path.exists()
+        done = download(url, "0" * 64, path)
+        assert done.returncode == 2
+        assert checksum in done.stderr
+        assert list(tmp_path.iterdir()) == []
+        assert download(url, checksum, path).returncode == 2
+        assert download(url, checksum, path).returncode == 0
+    assert path.read_bytes() == CONTENT
+    third = f"bytes={len(CONTENT) // 3}-"
+    assert Interrupted.asked == ["", third, "", third]
+    assert download("http://127.0.0.1:1/file", checksum, tmp_path / "other").returncode == 2
