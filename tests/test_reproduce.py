@@ -74,7 +74,7 @@ def download(url, checksum, path):
     return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True)
 
 
-def test_a_download_goes_on_where_it_ended_and_is_compared_with_its_checksum(tmp_path):
+def test_a_download_continues_where_it_ended_and_is_compared_with_its_checksum(tmp_path):
     path, checksum = tmp_path / "file", hashlib.sha256(CONTENT).hexdigest()
     Interrupted.asked.clear()
     with serving(Interrupted) as address:

@@ -58,12 +58,12 @@ def download(url: str, checksum: str, path: Path) -> None:
             while block := answer.read(BLOCK):
                 missing -= file.write(block)
         if missing:
-            fail(f"{url}: the connection ended early; run the command again to go on from {part}")
+            fail(f"{url}: the connection ended early; run the command again to continue from {part}")
     except urllib.error.HTTPError as error:
         if error.code != 416:  # nothing is left to send
             fail(f"{url}: HTTP {error.code} {error.reason}")
     except OSError as error:
-        fail(f"{url}: {getattr(error, 'reason', error)}; run the command again to go on from {part}")
+        fail(f"{url}: {getattr(error, 'reason', error)}; run the command again to continue from {part}")
     if (found := sha256(part)) != checksum:
         part.unlink()
         fail(f"{url}: the file has the SHA-256 {found}, expected {checksum}; it was deleted, run the command again")
@@ -104,7 +104,7 @@ def fineweb(folder: Path) -> None:
             expected = get_hf_file_metadata(hf_hub_url(FINEWEB, name, repo_type="dataset")).etag
             part = Path(hf_hub_download(FINEWEB, name, repo_type="dataset", local_dir=folder / "download"))
         except OSError as error:
-            fail(f"{FINEWEB}/{name}: {error}; run the command again to go on")
+            fail(f"{FINEWEB}/{name}: {error}; run the command again to continue")
         if sha256(part) != expected:
             part.unlink()
             fail(f"{part}: the SHA-256 is not {expected}; it was deleted, run the command again")

@@ -29,8 +29,41 @@ _WSD_DECAY = 0.2  # Haegele et al. 2024: longer decays gain little
 Estimator = Literal["hutchinson", "gauss_newton_bartlett"]
 
 
+class GroupConfig(Section):
+    """Settings of some parameters that differ from the optimizer's."""
+
+    match: RawText = tunable(description="Regular expression, matched at the start of the path (blocks/mlp/up/kernel)")
+    learning_rate: float | None = tunable(
+        None, gt=0, description="Peak learning rate, with the optimizer's schedule; null: the optimizer's"
+    )
+    weight_decay: float | None = tunable(
+        None, ge=0, description="Weight decay, also of parameters that have none otherwise; null: as without the group"
+    )
+    beta1: float | None = tunable(None, ge=0, lt=1, description="Adam's first decay; null: the optimizer's")
+    beta2: float | None = tunable(None, ge=0, lt=1, description="Adam's second decay; null: the optimizer's")
+
+    @field_validator("match")
+    @classmethod
+    def _regular(cls, value: str) -> str:
+        return _compiled(value)
+
+    @model_validator(mode="after")
+    def _changes_something(self) -> "GroupConfig":
+        if all(getattr(self, name) is None for name in type(self).model_fields if name != "match"):
+            raise field_error("match", "the group has no other setting; add one, such as learning_rate")
+        return self
+
+
+def _compiled(pattern: str) -> str:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"invalid regular expression {pattern!r}: {error}") from None
+    return pattern
+
+
 class ScheduleConfig(Section):
-    """Settings of all optimizers: learning-rate schedule and weight decay."""
+    """Settings of all optimizers: learning-rate schedule, weight decay, groups of parameters."""
 
     # the estimator of the Hessian that an optimizer requires; None: none
     hessian: ClassVar[Estimator | None] = None
@@ -39,6 +72,8 @@ class ScheduleConfig(Section):
     # moments as large as the parameters, and whether settings transfer between sizes (`lmtrain/transfer`)
     moments: ClassVar[int] = 2
     transfers: ClassVar[bool] = False
+    # whether some parameters are updated by Adam
+    has_adam: ClassVar[bool] = False
 
     learning_rate: float = tunable(1e-4, gt=0, description="Peak learning rate")
     weight_decay: float = tunable(0.0, ge=0, description="Decoupled weight decay, multiplied by the learning rate")
@@ -75,16 +110,21 @@ class ScheduleConfig(Section):
     cycle_length: FractionOrSteps | Annotated[list[Steps], Field(min_length=1)] | None = tunable(
         None, description="Length of a cycle: steps (int) or fraction of the run (float), or a list of lengths in steps"
     )
+    groups: tuple[GroupConfig, ...] = tunable(
+        (), description="Parameters with other rates, weight decay or betas; the first group that matches one counts"
+    )
 
     @field_validator("weight_decay_modules")
     @classmethod
     def _regular(cls, value: str | list[str] | None) -> str | list[str] | None:
-        if isinstance(value, str):
-            try:
-                re.compile(value)
-            except re.error as error:
-                raise ValueError(f"invalid regular expression {value!r}: {error}") from None
-        return value
+        return _compiled(value) if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _groups_have_betas_of_adam(self) -> "ScheduleConfig":
+        for group in () if self.has_adam else self.groups:
+            if group.beta1 is not None or group.beta2 is not None:
+                raise field_error("groups", "beta1 and beta2 of a group require the optimizer adam or muon")
+        return self
 
     @model_validator(mode="after")
     def _cycles_make_sense(self) -> "ScheduleConfig":
@@ -121,6 +161,7 @@ class AdamConfig(ClippedConfig):
     """AdamW: Adam with decoupled weight decay (Loshchilov and Hutter 2019)."""
 
     transfers: ClassVar[bool] = True
+    has_adam: ClassVar[bool] = True
 
     type: Literal["adam"] = identity("adam", description="Optimizer: AdamW")
     beta1: float = tunable(0.9, ge=0, lt=1, description="Decay of the first moment per step")
@@ -190,6 +231,7 @@ class MuonConfig(ClippedConfig):
 
     needs_full_matrices: ClassVar[bool] = True
     transfers: ClassVar[bool] = True
+    has_adam: ClassVar[bool] = True
 
     type: Literal["muon"] = identity("muon", description="Optimizer: Muon, with Adam for non-matrix parameters")
     learning_rate: float = tunable(0.02, gt=0, description="Peak learning rate of the blocks' matrices")

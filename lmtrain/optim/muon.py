@@ -19,7 +19,7 @@ import optax
 from optax.contrib import MuonDimensionNumbers, MuonState
 
 from lmtrain.optim.config import MuonConfig
-from lmtrain.optim.transforms import in_float32, widen
+from lmtrain.optim.transforms import in_float32, scale_by_adam, widen
 from lmtrain.sharding.local import spread
 
 # Axes along which a parameter stacks matrices; each matrix is orthogonalized separately.
@@ -37,7 +37,7 @@ def muon_or_adam(config: MuonConfig, axes: Any) -> optax.GradientTransformation:
         optax.stateless(lambda updates, _: _map_matrices(partial(_scale_by_shape, config), updates, numbers)),
     )
     adam = optax.chain(
-        in_float32(optax.scale_by_adam(config.beta1, config.beta2, config.epsilon), narrow=["mu"]),
+        in_float32(scale_by_adam(config), narrow=["mu"]),
         optax.scale(config.adam_lr / config.learning_rate),
     )
     return optax.partition({"muon": muon, "adam": adam}, labels_of(axes))

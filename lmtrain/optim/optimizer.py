@@ -12,6 +12,7 @@ from lmtrain.optim.config import (
     AdafactorConfig,
     AdamConfig,
     ClippedConfig,
+    GroupConfig,
     LionConfig,
     MuonConfig,
     OptimizerConfig,
@@ -19,7 +20,15 @@ from lmtrain.optim.config import (
 )
 from lmtrain.optim.muon import labels_of, muon_or_adam
 from lmtrain.optim.schedules import Schedule
-from lmtrain.optim.transforms import clip_by_norm, decay_mask, in_float32, scale_by_sophia, skip_bad_steps
+from lmtrain.optim.transforms import (
+    clip_by_norm,
+    decay_mask,
+    groups_of,
+    in_float32,
+    scale_by_adam,
+    scale_by_sophia,
+    skip_bad_steps,
+)
 
 
 class LearningRateState(NamedTuple):
@@ -47,7 +56,8 @@ def build_optimizer(
         epsilon = jax.tree.map(lambda factor: 1 / factor, factors["epsilon"])
         direction = [_multiply(factors["gradient"]), *direction, _multiply(epsilon), *_direction(config, axes)]
         direction.append(_multiply(factors["rate"]))
-    update: optax.GradientTransformation = optax.chain(*direction, *_decay(config, axes))
+    last = [_by_group(config, axes)] if config.groups else _decay(config, axes)
+    update: optax.GradientTransformation = optax.chain(*direction, *last)
     if isinstance(config, AdamConfig) and config.skip_step is not None:
         update = skip_bad_steps(update, config.skip_step.rolling_interval_length, config.skip_step.sigma_factor)
     return optax.chain(update, scale_by_learning_rate(schedule))
@@ -63,8 +73,7 @@ def _multiply(factors: Any) -> optax.GradientTransformation:
 def _direction(config: OptimizerConfig, axes: Any) -> list[optax.GradientTransformation]:
     match config:
         case AdamConfig():
-            adam = optax.scale_by_adam(config.beta1, config.beta2, config.epsilon, nesterov=config.nesterov)
-            return [in_float32(adam, narrow=["mu"])]
+            return [in_float32(scale_by_adam(config), narrow=["mu"])]
         case LionConfig():
             return [in_float32(optax.scale_by_lion(config.beta1, config.beta2), narrow=["mu"])]
         case MuonConfig():
@@ -88,6 +97,28 @@ def _decay(config: OptimizerConfig, axes: Any) -> list[optax.GradientTransformat
         return optax.add_decayed_weights(config.weight_decay * rate, mask=mask)
 
     return [decay("muon", 1.0), decay("adam", config.adam_lr / config.learning_rate)]
+
+
+def _by_group(config: OptimizerConfig, axes: Any) -> optax.GradientTransformation:
+    """Weight decay, and learning rates relative to the optimizer's, where parameters have groups."""
+
+    def init(params: Any) -> optax.EmptyState:
+        groups_of(config, params)  # refuses groups without parameters
+        return optax.EmptyState()
+
+    def update(updates: Any, state: optax.EmptyState, params: Any = None) -> tuple[Any, optax.EmptyState]:
+        labels = labels_of(axes) if isinstance(config, MuonConfig) else jax.tree.map(lambda _: "", params)
+
+        def one(u: jax.Array, p: jax.Array, group: GroupConfig, label: str, decays: bool) -> jax.Array:
+            usual = config.adam_lr if isinstance(config, MuonConfig) and label == "adam" else config.learning_rate
+            rate = group.learning_rate or usual
+            decay = (config.weight_decay if decays else 0.0) if group.weight_decay is None else group.weight_decay
+            return u * (rate / usual) + (decay * rate / config.learning_rate) * p.astype(u.dtype)
+
+        groups = groups_of(config, params)
+        return jax.tree.map(one, updates, params, groups, labels, decay_mask(config, params)), state
+
+    return optax.GradientTransformation(init, update)
 
 
 def _adafactor(config: AdafactorConfig, axes: Any) -> list[optax.GradientTransformation]:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from lmtrain.optim.config import ScheduleConfig, SophiaConfig
+from lmtrain.optim.config import AdamConfig, GroupConfig, MuonConfig, ScheduleConfig, SophiaConfig
 from lmtrain.runtime.errors import UserError
 
 
@@ -182,6 +182,64 @@ def scale_by_sophia(config: SophiaConfig) -> optax.GradientTransformationExtraAr
 _MATRICES = ("kernel", "lora_a", "lora_b")
 
 
+_NO_GROUP = GroupConfig.model_construct(match="")
+
+
+def groups_of(config: ScheduleConfig, params: Any) -> Any:
+    """The group of each parameter, `_NO_GROUP` without one. Raises `UserError` for a group that has no parameter."""
+    paths = _paths(params)
+    every = jax.tree.leaves(paths)
+    for group in config.groups:
+        if not any(re.match(group.match, path) for path in every):
+            raise UserError(
+                f"optimizer.groups: {group.match!r} matches no parameter path; expected one of {', '.join(every)}"
+            )
+    return _groups_by_path(config, params)
+
+
+def scale_by_adam(config: AdamConfig | MuonConfig) -> optax.GradientTransformation:
+    """`optax.scale_by_adam`, whose betas may be those of a parameter's group. The state is the same."""
+    nesterov = isinstance(config, AdamConfig) and config.nesterov
+    adam = optax.scale_by_adam(config.beta1, config.beta2, config.epsilon, nesterov=nesterov)
+    betas = ("beta1", "beta2")
+    if all(getattr(group, name) is None for group in config.groups for name in betas):
+        return adam
+
+    def update(gradients: Any, state: optax.ScaleByAdamState, params: Any = None) -> tuple[Any, Any]:
+        groups = _groups_by_path(config, gradients)
+        first, second = (
+            jax.tree.map(lambda g, name=name: getattr(config, name) if (b := getattr(g, name)) is None else b, groups)
+            for name in betas
+        )
+        count = optax.safe_increment(state.count)
+        mu = jax.tree.map(lambda g, old, b: b * old + (1 - b) * g, gradients, state.mu, first)
+        nu = jax.tree.map(lambda g, old, b: b * old + (1 - b) * jnp.square(g), gradients, state.nu, second)
+
+        def direction(g: jax.Array, m: jax.Array, v: jax.Array, b1: float, b2: float) -> jax.Array:
+            mean = m / (1 - b1**count)
+            if nesterov:
+                mean = b1 * m / (1 - b1 ** (count + 1)) + (1 - b1) * g / (1 - b1**count)
+            return mean / (jnp.sqrt(v / (1 - b2**count)) + config.epsilon)
+
+        updates = jax.tree.map(direction, gradients, mu, nu, first, second)
+        return updates, optax.ScaleByAdamState(count=count, mu=mu, nu=nu)
+
+    return optax.GradientTransformation(adam.init, update)
+
+
+def _groups_by_path(config: ScheduleConfig, params: Any) -> Any:
+    """`groups_of` for a part of the parameters, which need not have one of each group."""
+    return jax.tree.map(
+        lambda path: next((g for g in config.groups if re.match(g.match, path)), _NO_GROUP), _paths(params)
+    )
+
+
+def _paths(params: Any) -> Any:
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: jax.tree_util.keystr(path, simple=True, separator="/"), params
+    )
+
+
 def decay_mask(config: ScheduleConfig, params: Any) -> Any:
     """True for parameters that decay. Without settings: the layers' matrices, which are leaves named `kernel`, and
     the matrices of LoRA.
@@ -189,9 +247,7 @@ def decay_mask(config: ScheduleConfig, params: Any) -> Any:
     Raises `UserError` for an entry of `weight_decay_modules` that matches no parameter path.
     """
     by_default, modules = config.default_weight_decay_mask, config.weight_decay_modules
-    paths = jax.tree_util.tree_map_with_path(
-        lambda path, _: jax.tree_util.keystr(path, simple=True, separator="/"), params
-    )
+    paths = _paths(params)
     entries = [modules] if isinstance(modules, str) else modules or []
     for module in entries:
         if not any(_is_in(module, path, isinstance(modules, str)) for path in jax.tree.leaves(paths)):

@@ -7,9 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from pydantic import ValidationError
 
 from lmtrain.optim.config import AdafactorConfig, AdamConfig, LionConfig, MuonConfig, SophiaGConfig, SophiaHConfig
 from lmtrain.optim.optimizer import LearningRateState, build_optimizer
+from lmtrain.runtime.errors import UserError
 
 RNG = np.random.default_rng(0)
 PARAMS = {
@@ -104,6 +106,74 @@ def test_two_updates_are_adamw_with_decay_on_kernels_only(path, decays, nesterov
     decay = 0.3 if decays else 0.0
     expected = plain_adamw(leaf[0], leaf[1:], [0.1, 0.05], 0.8, 0.9, 1e-3, decay, nesterov)
     np.testing.assert_allclose(params[path[0]][path[1]], expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_parameters_of_a_group_have_its_rate_betas_and_decay(nesterov):
+    """The first group that matches counts; what it leaves out is the optimizer's."""
+    groups = [
+        {"match": "tokens/", "learning_rate": 3e-2, "beta1": 0.5, "weight_decay": 0.7},
+        {"match": "tokens|norm", "beta2": 0.6},
+        {"match": "layer/bias", "learning_rate": 4e-3},
+    ]
+    config = AdamConfig(
+        learning_rate=0.1, weight_decay=0.3, beta1=0.8, beta2=0.9, epsilon=1e-3, max_grad_norm=None, nesterov=nesterov,
+        groups=groups,
+    )  # fmt: skip
+    params = run(config, GRADIENTS, rate=lambda count: 0.1 / (count + 1))
+    expected = {  # rate, beta1, beta2, decay
+        ("tokens", "embedding"): (3e-2, 0.5, 0.9, 0.7),
+        ("layer", "kernel"): (0.1, 0.8, 0.9, 0.3),
+        ("layer", "bias"): (4e-3, 0.8, 0.9, 0.0),
+        ("norm", "scale"): (0.1, 0.8, 0.6, 0.0),
+    }
+    for (part, name), (rate, beta1, beta2, decay) in expected.items():
+        leaf = [tree[part][name] for tree in (PARAMS, *GRADIENTS)]
+        own = plain_adamw(leaf[0], leaf[1:], [rate, rate / 2], beta1, beta2, 1e-3, decay, nesterov)
+        np.testing.assert_allclose(params[part][name], own, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "config", [AdamConfig(), MuonConfig(), LionConfig(), AdafactorConfig(), SophiaGConfig()], ids=lambda c: c.type
+)
+def test_rate_and_decay_of_a_group_scale_the_updates_of_any_optimizer(config):
+    """A group's rate is relative to the one that its parameters have without it, with Muon also Adam's."""
+    embedding = config.adam_lr if isinstance(config, MuonConfig) else config.learning_rate
+    groups = [
+        {"match": "tokens", "learning_rate": 3 * embedding, "weight_decay": 0},
+        {"match": "layer/kernel", "learning_rate": 2 * config.learning_rate, "weight_decay": 0.5},
+    ]
+    plain = steps(config, GRADIENTS, (0.1, 0.1))[0]
+    for before, after in zip(
+        plain, steps(type(config)(groups=groups, weight_decay=0.1), GRADIENTS, (0.1, 0.1))[0], strict=True
+    ):
+        close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7)
+        close(after["tokens"]["embedding"], 3 * before["tokens"]["embedding"])
+        kernel = before["layer"]["kernel"] - 0.1 * 0.5 * PARAMS["layer"]["kernel"]
+        close(after["layer"]["kernel"], 2 * kernel)
+        close(after["norm"]["scale"], before["norm"]["scale"])
+
+
+def test_groups_keep_the_arrays_of_the_optimizer_so_that_a_run_resumes_with_others():
+    groups = [{"match": "layer", "learning_rate": 1.0, "beta1": 0.5}]
+    for config in (AdamConfig, MuonConfig):
+        one, other = (
+            build_optimizer(each, lambda c: 0.1, AXES).init(PARAMS) for each in (config(), config(groups=groups))
+        )
+        shapes = [[(x.shape, x.dtype) for x in jax.tree.leaves(state)] for state in (one, other)]
+        assert shapes[0] == shapes[1]
+
+
+def test_groups_that_change_nothing_are_errors():
+    with pytest.raises(UserError, match=r"optimizer\.groups: 'blocks'.*layer/kernel"):
+        build_optimizer(AdamConfig(groups=[{"match": "blocks", "learning_rate": 1}]), lambda c: 0.1).init(PARAMS)
+    wrong = {"match": "match", "beta1": "groups"}
+    for config, group in ((AdamConfig, {"match": "layer"}), (LionConfig, {"match": "layer", "beta1": 0.5})):
+        with pytest.raises(ValidationError) as found:
+            config(groups=[group])
+        assert wrong[list(group)[-1]] in str(found.value)
+    with pytest.raises(ValidationError, match="regular expression"):
+        AdamConfig(groups=[{"match": "(", "learning_rate": 1}])
 
 
 @pytest.mark.parametrize("config", [AdamConfig(), MuonConfig()], ids=lambda c: c.type)
