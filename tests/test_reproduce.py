@@ -93,3 +93,12 @@ def test_a_download_continues_where_it_ended_and_is_compared_with_its_checksum(t
     third = f"bytes={len(CONTENT) // 3}-"
     assert Interrupted.asked == ["", third, "", third]
     assert download("http://127.0.0.1:1/file", checksum, tmp_path / "other").returncode == 2
+
+
+def test_the_hub_of_a_recipe_out_of_reach_is_one_message(tmp_path):
+    command = [sys.executable, ROOT / "tools" / "reproduce.py", "gpt2_124m", "--folder", tmp_path]
+    environment = {**os.environ, "HF_ENDPOINT": "http://127.0.0.1:1", "HF_HUB_OFFLINE": "0"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "http://127.0.0.1:1" in done.stderr
+    assert "Traceback" not in done.stderr

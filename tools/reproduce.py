@@ -63,7 +63,8 @@ def download(url: str, checksum: str, path: Path) -> None:
         if error.code != 416:  # nothing is left to send
             fail(f"{url}: HTTP {error.code} {error.reason}")
     except OSError as error:
-        fail(f"{url}: {getattr(error, 'reason', error)}; run the command again to continue from {part}")
+        where = f" from {part}" if part.exists() else ""
+        fail(f"{url}: {getattr(error, 'reason', error)}; run the command again to continue{where}")
     if (found := sha256(part)) != checksum:
         part.unlink()
         fail(f"{url}: the file has the SHA-256 {found}, expected {checksum}; it was deleted, run the command again")
@@ -94,6 +95,11 @@ def small_shakespeare(folder: Path) -> None:
 
 def fineweb(folder: Path) -> None:
     """20 GB, from the Hugging Face Hub, whose names of large files are their SHA-256."""
+    sys.path.insert(0, str(ROOT))
+    from lmtrain.hf.hub import explain, offline_reason
+
+    if reason := offline_reason():
+        fail(f"{FINEWEB}: {reason}")
     from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
 
     for name in FINEWEB_SHARDS:
@@ -103,8 +109,8 @@ def fineweb(folder: Path) -> None:
         try:
             expected = get_hf_file_metadata(hf_hub_url(FINEWEB, name, repo_type="dataset")).etag
             part = Path(hf_hub_download(FINEWEB, name, repo_type="dataset", local_dir=folder / "download"))
-        except OSError as error:
-            fail(f"{FINEWEB}/{name}: {error}; run the command again to continue")
+        except Exception as error:  # of the Hub's library and of the network
+            fail(f"{name}: {explain(error, FINEWEB)}; run the command again to continue")
         if sha256(part) != expected:
             part.unlink()
             fail(f"{part}: the SHA-256 is not {expected}; it was deleted, run the command again")

@@ -206,7 +206,8 @@ def _doc(cls: type) -> str:
 
 
 def known_paths(model: type[BaseModel], data: Any) -> list[str]:
-    """Dotted names of all settings of `model`; of a union, those of the member that `data` selects by `type`."""
+    """Dotted names of all settings of `model`, without those in lists; of a union, those of the member that `data`
+    selects by `type`."""
     paths: list[str] = []
     for name, field in model.model_fields.items():
         paths.append(name)
@@ -214,6 +215,8 @@ def known_paths(model: type[BaseModel], data: Any) -> list[str]:
         entries = {"": value_at(data, (name,))}
         if entry_name(field.annotation) == ".<name>":
             entries = {f"{key}.": entry for key, entry in entries[""].items()} if isinstance(entries[""], dict) else {}
+        elif entry_name(field.annotation) == "[]" and not isinstance(entries[""], dict):
+            entries = {}
         for key, values in entries.items():
             kind = values.get("type") if isinstance(values, dict) else None
             chosen = [section for section in sections if kind is not None and kind_of(section) == kind]

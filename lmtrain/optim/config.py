@@ -110,8 +110,8 @@ class ScheduleConfig(Section):
     cycle_length: FractionOrSteps | Annotated[list[Steps], Field(min_length=1)] | None = tunable(
         None, description="Length of a cycle: steps (int) or fraction of the run (float), or a list of lengths in steps"
     )
-    groups: tuple[GroupConfig, ...] = tunable(
-        (), description="Parameters with other rates, weight decay or betas; the first group that matches one counts"
+    groups: list[GroupConfig] = tunable(
+        [], description="Parameters with other rates, weight decay or betas; the first group that matches one counts"
     )
 
     @field_validator("weight_decay_modules")
@@ -121,7 +121,7 @@ class ScheduleConfig(Section):
 
     @model_validator(mode="after")
     def _groups_have_betas_of_adam(self) -> "ScheduleConfig":
-        for group in () if self.has_adam else self.groups:
+        for group in [] if self.has_adam else self.groups:
             if group.beta1 is not None or group.beta2 is not None:
                 raise field_error("groups", "beta1 and beta2 of a group require the optimizer adam or muon")
         return self
@@ -239,6 +239,11 @@ class MuonConfig(ClippedConfig):
     momentum: float = tunable(0.95, ge=0, lt=1, description="Decay of the momentum per step")
     nesterov: bool = tunable(True, description="Nesterov momentum")
     backend_steps: int = tunable(5, ge=1, le=20, description="Number of Newton-Schulz iterations")
+    coefficients: tuple[float, float, float] = tunable(
+        (3.4445, -4.7750, 2.0315),
+        description="a, b, c of the iteration x <- a x + (b x x^T + c (x x^T)^2) x; the default is Jordan's, steepest "
+        "at 0; [2, -1.5, 0.5] with backend_steps 12 converges to singular values of 1",
+    )
     muon_epsilon: float = tunable(1e-8, gt=0, description="Constant added to the norm that divides a matrix")
     use_kimi_scaling: bool = tunable(
         False, description="Scale updates to match Adam's, by 0.2 * sqrt(larger dimension) (Liu et al. 2025)"

@@ -5,7 +5,8 @@ Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks": w
     m <- beta m + (1 - beta) g;   u = beta m + (1 - beta) g with Nesterov's momentum, else m;   update = NS(u)
 
 NS is five steps of the Newton-Schulz iteration x <- a x + (b x x^T + c (x x^T)^2) x from u / |u|, which brings the
-singular values near 1. The momentum's bias is not corrected: NS does not depend on the length of u.
+singular values near 1; a, b and c are the setting `coefficients`. The momentum's bias is not corrected: NS does not
+depend on the length of u.
 """
 
 import math
@@ -24,9 +25,6 @@ from lmtrain.sharding.local import spread
 
 # Axes along which a parameter stacks matrices; each matrix is orthogonalized separately.
 _STACKED = ("layers", "qkv", "senses", "expert")
-
-# Coefficients a, b, c of the iteration, chosen to maximize its slope at 0 (Jordan et al. 2024).
-_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
 def muon_or_adam(config: MuonConfig, axes: Any) -> optax.GradientTransformation:
@@ -69,7 +67,7 @@ def _orthogonalized_momentum(config: MuonConfig, numbers: Any) -> optax.Gradient
     beta = config.momentum
 
     def init(params: Any) -> MuonState:
-        coefficients = jnp.asarray(_COEFFICIENTS)
+        coefficients = jnp.asarray(config.coefficients)
         return MuonState(jnp.zeros([], jnp.int32), jax.tree.map(jnp.zeros_like, params), coefficients)
 
     def update(gradients: Any, state: MuonState, params: Any = None) -> tuple[Any, MuonState]:
@@ -94,16 +92,16 @@ def _orthogonalize(config: MuonConfig, x: jax.Array, number: MuonDimensionNumber
     ordered = x.transpose(order)
     rows, columns = (math.prod(x.shape[dim] for dim in dims) for dims in (inputs, outputs))
     matrices = spread(ordered.reshape(-1, rows, columns))
-    matrices = spread(_newton_schulz(matrices, config.backend_steps, config.muon_epsilon))
+    matrices = spread(_newton_schulz(config, matrices))
     return matrices.reshape(ordered.shape).transpose(back)
 
 
-def _newton_schulz(x_NIO: jax.Array, steps: int, epsilon: float) -> jax.Array:
-    a, b, c = _COEFFICIENTS
+def _newton_schulz(config: MuonConfig, x_NIO: jax.Array) -> jax.Array:
+    a, b, c = config.coefficients
     tall = x_NIO.shape[1] > x_NIO.shape[2]
     x = x_NIO.swapaxes(1, 2) if tall else x_NIO
-    x = x / (jnp.linalg.norm(x, axis=(1, 2), keepdims=True) + epsilon)
-    for _ in range(steps):
+    x = x / (jnp.linalg.norm(x, axis=(1, 2), keepdims=True) + config.muon_epsilon)
+    for _ in range(config.backend_steps):
         square = x @ x.swapaxes(1, 2)
         x = a * x + (b * square + c * square @ square) @ x
     return x.swapaxes(1, 2) if tall else x

@@ -106,12 +106,13 @@ def as_matrices(name: str, leaf):
     return leaf.reshape(-1, *WIDTHS[name])
 
 
-def newton_schulz(x, iterations: int):
+def newton_schulz(x, iterations: int, coefficients=(3.4445, -4.7750, 2.0315)):
     """Jordan et al. 2024, in float64."""
+    a, b, c = coefficients
     x = x / np.linalg.norm(x)
     for _ in range(iterations):
         gram = x @ x.T
-        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+        x = a * x + (b * gram + c * gram @ gram) @ x
     return x
 
 
@@ -122,7 +123,15 @@ def muon_updates(**settings):
     return steps(config, BLOCK_GRADIENTS, (0.5, 0.5), BLOCKS, BLOCK_AXES)[0]
 
 
-@pytest.mark.parametrize("settings", [{}, {"nesterov": False, "momentum": 0.5, "backend_steps": 2}], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"nesterov": False, "momentum": 0.5, "backend_steps": 2},
+        {"coefficients": (2, -1.5, 0.5), "backend_steps": 12},
+    ],
+    ids=str,
+)
 def test_muon_orthogonalizes_the_momentum_by_newton_schulz(settings):
     config = MuonConfig(**settings)
     beta = config.momentum
@@ -133,7 +142,8 @@ def test_muon_orthogonalizes_the_momentum_by_newton_schulz(settings):
             gradient = as_matrices(name, gradient["blocks"][name]["kernel"])
             momentum = beta * momentum + (1 - beta) * gradient
             ahead = beta * momentum + (1 - beta) * gradient if config.nesterov else momentum
-            expected = [-0.5 * max(1, outputs / inputs) ** 0.5 * newton_schulz(x, config.backend_steps) for x in ahead]
+            matrices = [newton_schulz(x, config.backend_steps, config.coefficients) for x in ahead]
+            expected = [-0.5 * max(1, outputs / inputs) ** 0.5 * x for x in matrices]
             np.testing.assert_allclose(
                 as_matrices(name, update["blocks"][name]["kernel"]), expected, rtol=1e-3, atol=1e-4
             )
