@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from http.server import BaseHTTPRequestHandler
 from typing import ClassVar
 
@@ -35,11 +36,11 @@ def test_every_recipe_is_listed():
 def test_a_recipe_runs_offline_at_a_small_size(name, tmp_path):
     done = reproduce(tmp_path, name)
     assert done.returncode == 0, done.stderr
-    result = json.loads((tmp_path / "result.json").read_text())
+    result = json.loads((tmp_path / "check" / "result.json").read_text())
     low, high = result["expected"]
-    assert result["recipe"] == f"{name}-check"
+    assert (result["recipe"], result["check"], result["settings"]) == (name, True, [])
     assert low <= result["loss"] <= high
-    assert (tmp_path / "logs" / "run" / "report.html").exists()
+    assert (tmp_path / "check" / "logs" / "run" / "report.html").exists()
     table = yaml.safe_load((RECIPES / "recipes.yaml").read_text())
     table[name]["check"]["band"] = [0.0, low]
     other = tmp_path / "other.yaml"
@@ -47,7 +48,40 @@ def test_a_recipe_runs_offline_at_a_small_size(name, tmp_path):
     done = reproduce(tmp_path, name, table=other)  # the run is complete: only its loss is compared again
     assert done.returncode == 1
     assert str(other) in done.stderr
-    assert json.loads((tmp_path / "result.json").read_text())["seconds"] >= result["seconds"] > 0
+    assert json.loads((tmp_path / "check" / "result.json").read_text())["seconds"] >= result["seconds"] > 0
+
+
+def test_a_signal_reaches_the_run_which_saves(tmp_path):
+    command = [sys.executable, ROOT / "tools" / "reproduce.py", "gpt2_124m", "--check", "--folder", tmp_path]
+    log = tmp_path / "check" / "logs" / "run.metrics.jsonl"
+    process = subprocess.Popen([*command, "--trainer.num_train_steps=100000"], stderr=subprocess.PIPE, text=True)
+    while not (log.exists() and '"train/loss"' in log.read_text()):
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.terminate()
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 75
+    assert "Traceback" not in errors
+    assert list((tmp_path / "check" / "checkpoints" / "run").glob("step-*"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--folder="], "--folder"),
+        (["--folder", "/dev/null/x"], "/dev/null/x"),
+        (["--trainer.num_train_stepz=3"], "--trainer.num_train_stepz"),
+        (["--trainer.id", "other"], "--trainer.id"),
+    ],
+    ids=lambda value: None if isinstance(value, str) else value[0],
+)
+def test_mistakes_are_found_before_anything_is_written(arguments, named, tmp_path):
+    command = [sys.executable, ROOT / "tools" / "reproduce.py", "gpt2_124m", "--check", "--folder", tmp_path / "new"]
+    done = subprocess.run([*command, *arguments], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert named in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "new").exists()
 
 
 class Interrupted(BaseHTTPRequestHandler):
@@ -90,6 +124,7 @@ def test_a_download_continues_where_it_ended_and_is_compared_with_its_checksum(t
         assert download(url, checksum, path).returncode == 2
         assert download(url, checksum, path).returncode == 0
     assert path.read_bytes() == CONTENT
+    assert download(url, "0" * 64, path).returncode == 2  # the file is compared at every start
     third = f"bytes={len(CONTENT) // 3}-"
     assert Interrupted.asked == ["", third, "", third]
     assert download("http://127.0.0.1:1/file", checksum, tmp_path / "other").returncode == 2

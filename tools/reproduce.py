@@ -3,9 +3,11 @@
 import argparse
 import datetime
 import hashlib
+import http.client
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 import urllib.error
@@ -46,6 +48,8 @@ def sha256(path: Path) -> str:
 def download(url: str, checksum: str, path: Path) -> None:
     """Download a file, from where an earlier attempt ended. Exits with 2 if it is not the file with this checksum."""
     if path.exists():
+        if (found := sha256(path)) != checksum:
+            fail(f"{path}: has the SHA-256 {found}, expected {checksum}; delete it and run the command again")
         return
     part = path.with_name(path.name + ".part")
     begin = part.stat().st_size if part.exists() else 0
@@ -54,17 +58,17 @@ def download(url: str, checksum: str, path: Path) -> None:
         with urllib.request.urlopen(request, timeout=60) as answer, open(part, "ab" if begin else "wb") as file:
             if begin and answer.status != 206:  # the server sends the file from its beginning
                 file.truncate(0)
-            missing = int(answer.headers["Content-Length"])
+            missing = int(answer.headers["Content-Length"] or 0)
             while block := answer.read(BLOCK):
                 missing -= file.write(block)
-        if missing:
+        if missing > 0:
             fail(f"{url}: the connection ended early; run the command again to continue from {part}")
     except urllib.error.HTTPError as error:
         if error.code != 416:  # nothing is left to send
             fail(f"{url}: HTTP {error.code} {error.reason}")
-    except OSError as error:
+    except (OSError, http.client.HTTPException) as error:
         where = f" from {part}" if part.exists() else ""
-        fail(f"{url}: {getattr(error, 'reason', error)}; run the command again to continue{where}")
+        fail(f"{url}: {getattr(error, 'reason', error)!s}; run the command again to continue{where}")
     if (found := sha256(part)) != checksum:
         part.unlink()
         fail(f"{url}: the file has the SHA-256 {found}, expected {checksum}; it was deleted, run the command again")
@@ -78,10 +82,16 @@ def shakespeare(folder: Path) -> None:
 
 def split_text(text: bytes, length: int, folder: Path) -> None:
     (folder / "shakespeare").mkdir(exist_ok=True)
-    for name, part in (("train", text[:length]), ("validation", text[length:])):
-        path = folder / "shakespeare" / f"{name}.txt"
-        if not path.exists():  # a new time of an old file would be looked at again
-            path.write_bytes(part)
+    write(folder / "shakespeare" / "train.txt", text[:length])
+    write(folder / "shakespeare" / "validation.txt", text[length:])
+
+
+def write(path: Path, content: bytes) -> None:
+    """Write a complete file or none; a file with this content stays as it is, with its time."""
+    if not path.exists() or path.read_bytes() != content:
+        part = path.with_name(path.name + ".part")
+        part.write_bytes(content)
+        part.rename(path)
 
 
 def small_text() -> bytes:
@@ -125,9 +135,7 @@ def small_fineweb(folder: Path) -> None:
         ids = np.frombuffer(small_text(), np.uint8).astype("<u2")
         header = np.zeros(256, "<i4")
         header[:3] = 20240520, 1, len(ids)
-        path = folder / "fineweb10B" / name
-        if not path.exists():
-            path.write_bytes(header.tobytes() + ids.tobytes())
+        write(folder / "fineweb10B" / name, header.tobytes() + ids.tobytes())
 
 
 # For each kind of data: what downloads it, and what makes a small one offline.
@@ -137,12 +145,24 @@ DATA: dict[str, tuple[Callable[[Path], None], Callable[[Path], None]]] = {
 }
 
 
+# Sent to lmtrain, which saves and ends with 75; from a terminal they would reach it twice, and end it at once.
+FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+
+
 def lmtrain(folder: Path, *arguments: str) -> None:
+    """Run a command; exits with its 2 or 75, or with 3 if it fails in another way."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     print(f"\n$ lmtrain {' '.join(arguments)}", flush=True)
-    done = subprocess.run([sys.executable, "-m", "lmtrain", *arguments], cwd=folder, env=environment)
-    if done.returncode:
-        fail(f"lmtrain {arguments[0]} ended with {done.returncode}", done.returncode)
+    command = [sys.executable, "-m", "lmtrain", *arguments]
+    process = subprocess.Popen(command, cwd=folder, env=environment, start_new_session=True)
+    before = [(number, signal.signal(number, lambda n, _: process.send_signal(n))) for number in FORWARDED]
+    code = process.wait()
+    for number, handler in before:
+        signal.signal(number, handler)
+    if code == 75:
+        fail("stopped; run the same command again to resume", code)
+    if code:
+        fail(f"lmtrain {arguments[0]} ended with {code}", 2 if code == 2 else 3)
 
 
 def final_loss(folder: Path) -> float:
@@ -158,8 +178,20 @@ def seconds(folder: Path) -> float:
 
 
 def commit() -> str:
-    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    """The commit of this clone, with `+` if files were changed."""
+    try:
+        done = subprocess.run(
+            ["git", "describe", "--always", "--exclude=*", "--dirty=+"], cwd=ROOT, capture_output=True, text=True
+        )
+    except OSError:
+        return "unknown"
     return done.stdout.strip() or "unknown"
+
+
+def device(folder: Path) -> str:
+    """The devices that the run trained on."""
+    attempts = json.loads((folder / f"logs/{RUN}/goodput.json").read_text())["attempts"]
+    return str(attempts[-1]["facts"]["devices"])
 
 
 def main() -> None:
@@ -169,31 +201,44 @@ def main() -> None:
     )
     parser.add_argument("name", metavar="NAME", choices=recipes, help=f"of {', '.join(recipes)}")
     parser.add_argument("--check", action="store_true", help="everything at a small size, offline")
-    parser.add_argument("--folder", type=Path, help="default: reproduced/NAME")
+    parser.add_argument("--folder", help="default: reproduced/NAME; --check works in its subfolder check")
     arguments, settings = parser.parse_known_args()
-    recipe, name = recipes[arguments.name], arguments.name + ("-check" if arguments.check else "")
-    folder = arguments.folder or ROOT / "reproduced" / name
-    folder.mkdir(parents=True, exist_ok=True)
+    recipe, config = recipes[arguments.name], str(RECIPES / f"{arguments.name}.yaml")
+    if arguments.folder == "":
+        fail("--folder: expected a folder")
+    if any(setting.startswith("--trainer.id") for setting in settings):
+        fail("--trainer.id: the run of a recipe has its own id; choose another --folder")
+    folder = Path(arguments.folder or ROOT / "reproduced" / arguments.name).absolute()
+    folder = folder / "check" if arguments.check else folder
     fetch, make_small = DATA[recipe["data"]]
-    (make_small if arguments.check else fetch)(folder)
     band = recipe["check"]["band"] if arguments.check else recipe["band"]
-    small = recipe["check"]["arguments"] if arguments.check else []
-
-    config = str(RECIPES / f"{arguments.name}.yaml")
-    lmtrain(folder, "train", config, "--trainer.id", RUN, *small, *settings)
+    # the id last, since the report and the loss are those of this run
+    flags = [*(recipe["check"]["arguments"] if arguments.check else []), *settings, "--trainer.id", RUN]
+    lmtrain(ROOT, "config", "check", config, *flags)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (make_small if arguments.check else fetch)(folder)
+    except OSError as error:
+        fail(f"--folder {folder}: {error.strerror or error}")
+    lmtrain(folder, "train", config, *flags)
     lmtrain(folder, "report", RUN)
+
     loss, took, (low, high) = final_loss(folder), seconds(folder), band
     result = {
-        "recipe": name,
+        "recipe": arguments.name,
+        "check": arguments.check,
+        "settings": settings,
         "loss": loss,
         "expected": band,
         "seconds": round(took, 1),
         "date": datetime.date.today().isoformat(),
         "commit": commit(),
-        "device": platform.processor() or platform.machine(),
+        "device": device(folder),
+        "processor": platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
     }
-    (folder / "result.json").write_text(json.dumps(result, indent=1) + "\n")
+    write(folder / "result.json", (json.dumps(result, indent=1) + "\n").encode())
+    name = arguments.name + (" at the size of --check" if arguments.check else "")
     print(f"\n{name}: loss {loss:.4f}, expected {low} to {high}, in {took:.0f} s; {folder / 'result.json'}")
     if not low <= loss <= high:
         fail(f"the loss is outside of the expected band of {TABLE}", 1)

@@ -21,6 +21,7 @@ from lmtrain.optim.config import (
 from lmtrain.optim.muon import labels_of, muon_or_adam
 from lmtrain.optim.schedules import Schedule
 from lmtrain.optim.transforms import (
+    check_groups,
     clip_by_norm,
     decay_mask,
     groups_of,
@@ -56,8 +57,10 @@ def build_optimizer(
         epsilon = jax.tree.map(lambda factor: 1 / factor, factors["epsilon"])
         direction = [_multiply(factors["gradient"]), *direction, _multiply(epsilon), *_direction(config, axes)]
         direction.append(_multiply(factors["rate"]))
-    last = [_by_group(config, axes)] if config.groups else _decay(config, axes)
-    update: optax.GradientTransformation = optax.chain(*direction, *last)
+    decay = _decay(config, axes)
+    if config.groups:
+        decay = _by_group(config, axes, decay)
+    update: optax.GradientTransformation = optax.chain(*direction, *decay)
     if isinstance(config, AdamConfig) and config.skip_step is not None:
         update = skip_bad_steps(update, config.skip_step.rolling_interval_length, config.skip_step.sigma_factor)
     return optax.chain(update, scale_by_learning_rate(schedule))
@@ -99,26 +102,34 @@ def _decay(config: OptimizerConfig, axes: Any) -> list[optax.GradientTransformat
     return [decay("muon", 1.0), decay("adam", config.adam_lr / config.learning_rate)]
 
 
-def _by_group(config: OptimizerConfig, axes: Any) -> optax.GradientTransformation:
-    """Weight decay, and learning rates relative to the optimizer's, where parameters have groups."""
+def _by_group(
+    config: OptimizerConfig, axes: Any, decay: list[optax.GradientTransformation]
+) -> list[optax.GradientTransformation]:
+    """Weight decay, and learning rates relative to the optimizer's, where parameters have groups. The state is that of
+    `decay`, so that groups can be added to a run, and removed."""
 
-    def init(params: Any) -> optax.EmptyState:
-        groups_of(config, params)  # refuses groups without parameters
-        return optax.EmptyState()
+    def labels_like(params: Any) -> Any:
+        label = "adam" if isinstance(config, AdamConfig) else ""
+        return labels_of(axes) if isinstance(config, MuonConfig) else jax.tree.map(lambda _: label, params)
 
-    def update(updates: Any, state: optax.EmptyState, params: Any = None) -> tuple[Any, optax.EmptyState]:
-        labels = labels_of(axes) if isinstance(config, MuonConfig) else jax.tree.map(lambda _: "", params)
+    def init(params: Any) -> Any:
+        check_groups(config, params, labels_like(params))
+        return decay[0].init(params)
 
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         def one(u: jax.Array, p: jax.Array, group: GroupConfig, label: str, decays: bool) -> jax.Array:
             usual = config.adam_lr if isinstance(config, MuonConfig) and label == "adam" else config.learning_rate
             rate = group.learning_rate or usual
             decay = (config.weight_decay if decays else 0.0) if group.weight_decay is None else group.weight_decay
             return u * (rate / usual) + (decay * rate / config.learning_rate) * p.astype(u.dtype)
 
-        groups = groups_of(config, params)
+        groups, labels = groups_of(config, params), labels_like(params)
         return jax.tree.map(one, updates, params, groups, labels, decay_mask(config, params)), state
 
-    return optax.GradientTransformation(init, update)
+    unchanged = [
+        optax.GradientTransformation(each.init, lambda u, state, params=None: (u, state)) for each in decay[1:]
+    ]
+    return [optax.GradientTransformation(init, update), *unchanged]
 
 
 def _adafactor(config: AdafactorConfig, axes: Any) -> list[optax.GradientTransformation]:

@@ -186,15 +186,27 @@ _NO_GROUP = GroupConfig.model_construct(match="")
 
 
 def groups_of(config: ScheduleConfig, params: Any) -> Any:
-    """The group of each parameter, `_NO_GROUP` without one. Raises `UserError` for a group that has no parameter."""
-    paths = _paths(params)
-    every = jax.tree.leaves(paths)
-    for group in config.groups:
-        if not any(re.match(group.match, path) for path in every):
+    """The group of each parameter, the first that matches it; `_NO_GROUP` without one."""
+    return jax.tree.map(
+        lambda path: next((g for g in config.groups if re.match(g.match, path)), _NO_GROUP), _paths(params)
+    )
+
+
+def check_groups(config: ScheduleConfig, params: Any, labels: Any) -> None:
+    """Raise `UserError` for a group without effect. `labels` are `adam` for the parameters that Adam updates."""
+    paths = jax.tree.leaves(_paths(params))
+    chosen = list(zip(jax.tree.leaves(groups_of(config, params)), jax.tree.leaves(labels), strict=True))
+    for number, group in enumerate(config.groups):
+        name = f"optimizer.groups[{number}]: {group.match!r}"
+        if not any(re.match(group.match, path) for path in paths):
+            raise UserError(f"{name} matches no parameter path; expected one of {', '.join(paths)}")
+        own = [label for other, label in chosen if other is group]
+        if not own:
+            raise UserError(f"{name} matches only parameters of earlier groups; put it before them, or remove it")
+        if "adam" not in own and (group.beta1, group.beta2) != (None, None):
             raise UserError(
-                f"optimizer.groups: {group.match!r} matches no parameter path; expected one of {', '.join(every)}"
+                f"{name} matches no parameter that Adam updates, so that its beta1 and beta2 have no effect"
             )
-    return _groups_by_path(config, params)
 
 
 def scale_by_adam(config: AdamConfig | MuonConfig) -> optax.GradientTransformation:
@@ -206,7 +218,7 @@ def scale_by_adam(config: AdamConfig | MuonConfig) -> optax.GradientTransformati
         return adam
 
     def update(gradients: Any, state: optax.ScaleByAdamState, params: Any = None) -> tuple[Any, Any]:
-        groups = _groups_by_path(config, gradients)
+        groups = groups_of(config, gradients)
         first, second = (
             jax.tree.map(lambda g, name=name: getattr(config, name) if (b := getattr(g, name)) is None else b, groups)
             for name in betas
@@ -225,13 +237,6 @@ def scale_by_adam(config: AdamConfig | MuonConfig) -> optax.GradientTransformati
         return updates, optax.ScaleByAdamState(count=count, mu=mu, nu=nu)
 
     return optax.GradientTransformation(adam.init, update)
-
-
-def _groups_by_path(config: ScheduleConfig, params: Any) -> Any:
-    """`groups_of` for a part of the parameters, which need not have one of each group."""
-    return jax.tree.map(
-        lambda path: next((g for g in config.groups if re.match(g.match, path)), _NO_GROUP), _paths(params)
-    )
 
 
 def _paths(params: Any) -> Any:

@@ -154,19 +154,30 @@ def test_rate_and_decay_of_a_group_scale_the_updates_of_any_optimizer(config):
         close(after["norm"]["scale"], before["norm"]["scale"])
 
 
-def test_groups_keep_the_arrays_of_the_optimizer_so_that_a_run_resumes_with_others():
-    groups = [{"match": "layer", "learning_rate": 1.0, "beta1": 0.5}]
+def test_groups_keep_the_state_of_the_optimizer_so_that_a_run_resumes_with_others():
+    groups = [{"match": "layer", "learning_rate": 1.0}, {"match": "tokens", "beta1": 0.5}]
     for config in (AdamConfig, MuonConfig):
-        one, other = (
-            build_optimizer(each, lambda c: 0.1, AXES).init(PARAMS) for each in (config(), config(groups=groups))
-        )
-        shapes = [[(x.shape, x.dtype) for x in jax.tree.leaves(state)] for state in (one, other)]
+        states = [build_optimizer(c, lambda _: 0.1, AXES).init(PARAMS) for c in (config(), config(groups=groups))]
+        shapes = [jax.tree.map(lambda x: (x.shape, x.dtype), state) for state in states]
         assert shapes[0] == shapes[1]
+        assert len({jax.tree.structure(state) for state in states}) == 1
 
 
-def test_groups_that_change_nothing_are_errors():
-    with pytest.raises(UserError, match=r"optimizer\.groups: 'blocks'.*layer/kernel"):
-        build_optimizer(AdamConfig(groups=[{"match": "blocks", "learning_rate": 1}]), lambda c: 0.1).init(PARAMS)
+@pytest.mark.parametrize(
+    ("config", "groups", "number"),
+    [
+        (AdamConfig, [{"match": "blocks", "learning_rate": 1}], 0),
+        (AdamConfig, [{"match": "layer", "learning_rate": 1}, {"match": "layer/kernel", "weight_decay": 0}], 1),
+        (MuonConfig, [{"match": "layer/kernel", "beta2": 0.5}], 0),
+    ],
+    ids=["matches nothing", "behind an earlier one", "betas of Muon's matrices"],
+)
+def test_groups_without_effect_are_errors(config, groups, number):
+    with pytest.raises(UserError, match=rf"optimizer\.groups\[{number}\]: '{groups[number]['match']}'"):
+        build_optimizer(config(groups=groups), lambda _: 0.1, AXES).init(PARAMS)
+
+
+def test_settings_of_groups_are_checked():
     wrong = {"match": "match", "beta1": "groups"}
     for config, group in ((AdamConfig, {"match": "layer"}), (LionConfig, {"match": "layer", "beta1": 0.5})):
         with pytest.raises(ValidationError) as found:
