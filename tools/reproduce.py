@@ -4,7 +4,6 @@ import argparse
 import datetime
 import hashlib
 import http.client
-import json
 import os
 import platform
 import signal
@@ -18,6 +17,11 @@ from typing import Any, NoReturn
 
 import numpy as np
 import yaml
+
+from lmtrain.hf.hub import explain, offline_reason
+from lmtrain.runtime.storage import write_bytes, write_json
+from lmtrain.tracking.goodput import read_attempts
+from lmtrain.tracking.json_log import read_objects
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = ROOT / "configs" / "recipes"
@@ -38,11 +42,8 @@ def fail(message: str, code: int = 2) -> NoReturn:
 
 
 def sha256(path: Path) -> str:
-    digest = hashlib.sha256()
     with open(path, "rb") as file:
-        while block := file.read(BLOCK):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def download(url: str, checksum: str, path: Path) -> None:
@@ -87,11 +88,9 @@ def split_text(text: bytes, length: int, folder: Path) -> None:
 
 
 def write(path: Path, content: bytes) -> None:
-    """Write a complete file or none; a file with this content stays as it is, with its time."""
+    """Write a file atomically; one with this content stays as it is, with its time."""
     if not path.exists() or path.read_bytes() != content:
-        part = path.with_name(path.name + ".part")
-        part.write_bytes(content)
-        part.rename(path)
+        write_bytes(str(path), content)
 
 
 def small_text() -> bytes:
@@ -105,9 +104,6 @@ def small_shakespeare(folder: Path) -> None:
 
 def fineweb(folder: Path) -> None:
     """20 GB, from the Hugging Face Hub, whose names of large files are their SHA-256."""
-    sys.path.insert(0, str(ROOT))
-    from lmtrain.hf.hub import explain, offline_reason
-
     if reason := offline_reason():
         fail(f"{FINEWEB}: {reason}")
     from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
@@ -129,13 +125,16 @@ def fineweb(folder: Path) -> None:
 
 
 def small_fineweb(folder: Path) -> None:
-    """Shards in llm.c's format: 256 numbers, then ids of two bytes."""
     (folder / "fineweb10B").mkdir(exist_ok=True)
     for name in FINEWEB_SHARDS[:2]:
-        ids = np.frombuffer(small_text(), np.uint8).astype("<u2")
-        header = np.zeros(256, "<i4")
-        header[:3] = 20240520, 1, len(ids)
-        write(folder / "fineweb10B" / name, header.tobytes() + ids.tobytes())
+        write(folder / "fineweb10B" / name, in_llm_c_format(np.frombuffer(small_text(), np.uint8)))
+
+
+def in_llm_c_format(ids: np.ndarray) -> bytes:
+    """A shard as llm.c reads it: a header of 256 numbers, then ids of two bytes."""
+    header = np.zeros(256, "<i4")
+    header[:3] = 20240520, 1, len(ids)
+    return header.tobytes() + ids.astype("<u2").tobytes()
 
 
 # For each kind of data: what downloads it, and what makes a small one offline.
@@ -167,14 +166,8 @@ def lmtrain(folder: Path, *arguments: str) -> None:
 
 def final_loss(folder: Path) -> float:
     """The last loss on the validation set that the run logged."""
-    lines = [json.loads(line) for line in (folder / f"logs/{RUN}.metrics.jsonl").read_text().splitlines()]
+    lines = list(read_objects(str(folder / f"logs/{RUN}.metrics.jsonl")))
     return float([line["eval/loss"] for line in lines if "eval/loss" in line][-1])
-
-
-def seconds(folder: Path) -> float:
-    """From the start of training to its end, without the time between two starts."""
-    attempts = json.loads((folder / f"logs/{RUN}/goodput.json").read_text())["attempts"]
-    return float(sum(attempt["updated"] - attempt["started"] for attempt in attempts))
 
 
 def commit() -> str:
@@ -186,12 +179,6 @@ def commit() -> str:
     except OSError:
         return "unknown"
     return done.stdout.strip() or "unknown"
-
-
-def device(folder: Path) -> str:
-    """The devices that the run trained on."""
-    attempts = json.loads((folder / f"logs/{RUN}/goodput.json").read_text())["attempts"]
-    return str(attempts[-1]["facts"]["devices"])
 
 
 def main() -> None:
@@ -223,7 +210,10 @@ def main() -> None:
     lmtrain(folder, "train", config, *flags)
     lmtrain(folder, "report", RUN)
 
-    loss, took, (low, high) = final_loss(folder), seconds(folder), band
+    attempts = read_attempts(str(folder / f"logs/{RUN}/goodput.json"))
+    # without the time between two starts
+    took = sum(attempt.updated - attempt.started for attempt in attempts)
+    loss, (low, high) = final_loss(folder), band
     result = {
         "recipe": arguments.name,
         "check": arguments.check,
@@ -233,11 +223,11 @@ def main() -> None:
         "seconds": round(took, 1),
         "date": datetime.date.today().isoformat(),
         "commit": commit(),
-        "device": device(folder),
+        "device": attempts[-1].facts["devices"],
         "processor": platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
     }
-    write(folder / "result.json", (json.dumps(result, indent=1) + "\n").encode())
+    write_json(str(folder / "result.json"), result)
     name = arguments.name + (" at the size of --check" if arguments.check else "")
     print(f"\n{name}: loss {loss:.4f}, expected {low} to {high}, in {took:.0f} s; {folder / 'result.json'}")
     if not low <= loss <= high:

@@ -78,9 +78,9 @@ def _describe(model: type[BaseModel], tree: ConfigTree, path: Path, problems: li
     if str(where) == f"--{name}":
         place = "--"  # the flag is the name
     if kind == "extra_forbidden":
-        if isinstance(path[-2:][0], int):
+        if len(path) > 1 and isinstance(path[-2], int):
             sections = ".".join(part for part in path[:-1] if isinstance(part, str))
-            return f"{place}{name}: no such setting; `lmtrain train --help {sections}` lists those of an entry"
+            return f"{place}{name}: no such setting; `lmtrain train --help {sections}` lists the settings of an entry"
         if (advice := other_names("settings").get(str(path[-1]))) is not None:
             return f"{place}{name}: no such setting; {'remove it' if _is_off(path[-1], seen, advice) else advice}"
         if (of_kind := _kind_without(model, tree, path)) is not None:

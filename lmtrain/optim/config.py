@@ -45,7 +45,7 @@ class GroupConfig(Section):
     @field_validator("match")
     @classmethod
     def _regular(cls, value: str) -> str:
-        return _compiled(value)
+        return _check_regex(value)
 
     @model_validator(mode="after")
     def _changes_something(self) -> "GroupConfig":
@@ -54,7 +54,7 @@ class GroupConfig(Section):
         return self
 
 
-def _compiled(pattern: str) -> str:
+def _check_regex(pattern: str) -> str:
     try:
         re.compile(pattern)
     except re.error as error:
@@ -117,7 +117,7 @@ class ScheduleConfig(Section):
     @field_validator("weight_decay_modules")
     @classmethod
     def _regular(cls, value: str | list[str] | None) -> str | list[str] | None:
-        return _compiled(value) if isinstance(value, str) else value
+        return _check_regex(value) if isinstance(value, str) else value
 
     @model_validator(mode="after")
     def _groups_have_betas_of_adam(self) -> "ScheduleConfig":

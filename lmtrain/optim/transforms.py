@@ -213,16 +213,13 @@ def scale_by_adam(config: AdamConfig | MuonConfig) -> optax.GradientTransformati
     """`optax.scale_by_adam`, whose betas may be those of a parameter's group. The state is the same."""
     nesterov = isinstance(config, AdamConfig) and config.nesterov
     adam = optax.scale_by_adam(config.beta1, config.beta2, config.epsilon, nesterov=nesterov)
-    betas = ("beta1", "beta2")
-    if all(getattr(group, name) is None for group in config.groups for name in betas):
+    if all((group.beta1, group.beta2) == (None, None) for group in config.groups):
         return adam
 
     def update(gradients: Any, state: optax.ScaleByAdamState, params: Any = None) -> tuple[Any, Any]:
         groups = groups_of(config, gradients)
-        first, second = (
-            jax.tree.map(lambda g, name=name: getattr(config, name) if (b := getattr(g, name)) is None else b, groups)
-            for name in betas
-        )
+        first = jax.tree.map(lambda group: config.beta1 if group.beta1 is None else group.beta1, groups)
+        second = jax.tree.map(lambda group: config.beta2 if group.beta2 is None else group.beta2, groups)
         count = optax.safe_increment(state.count)
         mu = jax.tree.map(lambda g, old, b: b * old + (1 - b) * g, gradients, state.mu, first)
         nu = jax.tree.map(lambda g, old, b: b * old + (1 - b) * jnp.square(g), gradients, state.nu, second)

@@ -189,6 +189,10 @@ FILES_WITH_A_MISTAKE = [
     ),
     ("trainer:\n  tracker:\n    - type: json\n    - projct: x\n", "4: trainer.tracker[1].projct: no such setting"),
     (
+        "optimizer:\n  groups:\n    - {match: x, lr: 1}\n",
+        "3: optimizer.groups[0].lr: no such setting; `lmtrain train --help opt",
+    ),
+    (
         "trainer:\n  checkpointer: {keep: [\n{until: 3}]}\n",
         "3: trainer.checkpointer.keep[0].every: this setting is required",
     ),

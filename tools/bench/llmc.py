@@ -22,7 +22,10 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import numpy as np
 
-ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+from reproduce import ROOT, in_llm_c_format
+
 ROWS, LENGTH, VOCAB = 4, 64, 50257
 RATE, DECAY = 6e-4, 0.1
 CLIP = "norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.grad_clip)"
@@ -34,9 +37,7 @@ Steps = list[tuple[float, float]]
 def write_ids(path: Path, steps: int) -> np.ndarray:
     rng = np.random.default_rng(0)
     ids = (rng.zipf(1.2, (steps + 1) * ROWS * LENGTH + 1) % VOCAB).astype("<u2")
-    header = np.zeros(256, "<i4")
-    header[:3] = 20240520, 1, len(ids)
-    path.write_bytes(header.tobytes() + ids.tobytes())
+    path.write_bytes(in_llm_c_format(ids))
     return ids
 
 
@@ -81,40 +82,16 @@ def write_hf(folder: Path) -> None:
 
 def lmtrain(ids: np.ndarray, folder: Path, steps: int) -> Steps:
     import jax.numpy as jnp
+    from nano_step import build_step
 
     from lmtrain.config.load import load_config
-    from lmtrain.models.registry import build_model
-    from lmtrain.objectives.cross_entropy import CrossEntropy
-    from lmtrain.objectives.interface import LOSS, Weighted
-    from lmtrain.optim.optimizer import build_optimizer
-    from lmtrain.optim.schedules import build_schedule
     from lmtrain.run.config import RunConfig
-    from lmtrain.sharding.config import PartitioningConfig
-    from lmtrain.sharding.mesh import build_layout
-    from lmtrain.train.step.state import init_state, state_shardings
-    from lmtrain.train.step.step import TrainStep, build_train_step
     from lmtrain.weights.load_hf import load_hf_params
 
     config = load_config(RunConfig, str(ROOT / "configs/recipes/gpt2_124m.yaml")).config
     adam = config.optimizer.model_copy(update={"lr_schedule": "constant", "warmup": 0})
-    layout = build_layout(PartitioningConfig())
-    model = build_model(config.model, VOCAB)
-    schedule = build_schedule(adam, steps)
-    optimizer = build_optimizer(adam, schedule)
-    abstract, shardings = state_shardings(model, optimizer, layout, "float32")
-    state = init_state(model, optimizer, abstract, shardings, seed=0)
+    model, layout, state, step = build_step(config.model, adam, VOCAB, ROWS)
     state = state.replace(params=load_hf_params(str(folder / "hf"), config.model, model, layout, "float32"))
-    step = build_train_step(
-        TrainStep(
-            model=model,
-            objective={LOSS: Weighted(CrossEntropy())},
-            optimizer=optimizer,
-            schedule=schedule,
-            num_microbatches={ROWS: 1},
-        ),
-        layout,
-        shardings,
-    )
     mask = np.ones((ROWS, LENGTH + 1), bool)
     mask[:, -1] = False  # the last token of a row is a target only
     found = []

@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
@@ -51,14 +51,11 @@ SHAPES = {
 }
 
 
-def lmtrain_step(shape: Shape, **execution: bool) -> Callable[[], float]:
-    import jax.numpy as jnp
-
-    from lmtrain.models.gpt2.config import Gpt2Config
+def build_step(config: Any, adam: Any, vocab: int, rows: int) -> tuple[Any, Any, Any, Any]:
+    """Model, layout, initial state and training step, in float32 on one device, of `rows` sequences at once."""
     from lmtrain.models.registry import build_model
     from lmtrain.objectives.cross_entropy import CrossEntropy
     from lmtrain.objectives.interface import LOSS, Weighted
-    from lmtrain.optim.config import AdamConfig
     from lmtrain.optim.optimizer import build_optimizer
     from lmtrain.optim.schedules import build_schedule
     from lmtrain.sharding.config import PartitioningConfig
@@ -66,12 +63,8 @@ def lmtrain_step(shape: Shape, **execution: bool) -> Callable[[], float]:
     from lmtrain.train.step.state import init_state, state_shardings
     from lmtrain.train.step.step import TrainStep, build_train_step
 
-    config = Gpt2Config(
-        num_layers=shape.layers, hidden_dim=shape.dim, num_heads=shape.heads, seq_len=shape.length, **execution
-    )
-    adam = AdamConfig(learning_rate=1e-3, weight_decay=0.1)
     layout = build_layout(PartitioningConfig())
-    model = build_model(config, shape.vocab)
+    model = build_model(config, vocab)
     schedule = build_schedule(adam, 1000)
     optimizer = build_optimizer(adam, schedule)
     abstract, shardings = state_shardings(model, optimizer, layout, "float32")
@@ -82,11 +75,25 @@ def lmtrain_step(shape: Shape, **execution: bool) -> Callable[[], float]:
             objective={LOSS: Weighted(CrossEntropy())},
             optimizer=optimizer,
             schedule=schedule,
-            num_microbatches={shape.batch: 1},
+            num_microbatches={rows: 1},
         ),
         layout,
         shardings,
     )
+    return model, layout, state, step
+
+
+def lmtrain_step(shape: Shape, **execution: bool) -> Callable[[], float]:
+    import jax.numpy as jnp
+
+    from lmtrain.models.gpt2.config import Gpt2Config
+    from lmtrain.optim.config import AdamConfig
+
+    config = Gpt2Config(
+        num_layers=shape.layers, hidden_dim=shape.dim, num_heads=shape.heads, seq_len=shape.length, **execution
+    )
+    adam = AdamConfig(learning_rate=1e-3, weight_decay=0.1)
+    *_, state, step = build_step(config, adam, shape.vocab, shape.batch)
     mask = np.ones((shape.batch, shape.length), bool)
     mask[:, -1] = False
     batch = {"tokens": jnp.asarray(shape.tokens(), jnp.int32), "loss_mask": jnp.asarray(mask)}

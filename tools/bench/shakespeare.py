@@ -19,8 +19,11 @@ from collections.abc import Callable
 from pathlib import Path
 from statistics import mean, median
 
-ROOT = Path(__file__).resolve().parents[2]
-LENGTH, TRAIN_CHARACTERS = 64, 1_003_854
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+from reproduce import ROOT, SHAKESPEARE_TRAIN, split_text
+
+LENGTH = 64
 # as nanoGPT's README gives it
 FLAGS = (
     "--device=cpu --compile=False --eval_iters=20 --log_interval=1 --block_size=64 --batch_size=12 --n_layer=4 "
@@ -95,9 +98,7 @@ def main() -> None:
         run(["git", "clone", "-q", str(arguments.nanogpt.absolute()), "nanoGPT"], folder)
         text = arguments.text.read_bytes()
         (folder / "input.txt").write_bytes(text)
-        (folder / "shakespeare").mkdir()
-        (folder / "shakespeare/train.txt").write_bytes(text[:TRAIN_CHARACTERS])
-        (folder / "shakespeare/validation.txt").write_bytes(text[TRAIN_CHARACTERS:])
+        split_text(text, SHAKESPEARE_TRAIN, folder)
         for seed in range(arguments.seeds):
             for program, train in PROGRAMS.items():
                 took, loss = train(folder, seed)
