@@ -140,6 +140,14 @@ def clone(tmp_path):
 
 
 @pytest.mark.long
+def test_a_result_is_reproduced_by_the_command_of_the_readme(clone):
+    command = ["bash", "tools/reproduce.sh", "shakespeare_char_modern", "--check"]
+    done = subprocess.run(command, cwd=clone, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr
+    assert (clone / "reproduced" / "shakespeare_char_modern" / "check" / "result.json").exists()
+
+
+@pytest.mark.long
 def test_the_quickstart_runs_from_text_to_export(clone):
     """The real script, with 4 steps instead of 300."""
     command = ["bash", "tools/quickstart.sh", *SHORT, "--trainer.max_eval_batches", "1"]
