@@ -55,6 +55,9 @@ def run(argv: list[str]) -> int:
     model, params, layout = trained.load()
     export, gather = _build(trained, model, arguments)
     export = replace(export, chat_template=trained.chat_template, generation=trained.generation)
+    assert trained.card is not None
+    assert trained.step is not None
+    export = export.with_card(trained.card, trained.step)
 
     def write(folder: str) -> None:
         write_export(folder, export, gather(params, layout))

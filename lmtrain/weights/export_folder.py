@@ -24,10 +24,12 @@ from lmtrain.runtime.storage import (
     is_url,
     join,
     list_names,
+    read_bytes,
     read_json,
     run_path,
     write_json,
 )
+from lmtrain.weights.model_card import CARD, is_unchanged_card
 
 # The dtypes of exports.
 EXPORT_DTYPES = ("float32", "bfloat16")
@@ -109,6 +111,8 @@ def check_output(output: str, extra_files: Collection[str] = ()) -> None:
     if _VERSION not in _read_marks(folder):
         raise UserError(f"--output {output}: not empty and not an lmtrain export; choose another folder")
     others = [name for name in names if not (is_written(name) or name in extra_files)]
+    if CARD in names and not is_unchanged_card(read_bytes(join(folder, CARD))):
+        others.insert(0, f"{CARD} with changes of your own")
     if others:
         raise UserError(
             f"--output {output}: the export to be replaced also holds {', '.join(others[:3])}; move it away, or choose "
@@ -156,7 +160,7 @@ def is_missing(folder: str | None, step: int) -> bool:
 def is_written(name: str) -> bool:
     """Whether exports have a file of this name, or of the name while it is written."""
     name = _TEMPORARY.sub("", name)
-    return name in (PARTIAL, *TOKENIZER_FILES) or bool(_WRITTEN.fullmatch(name))
+    return name in (PARTIAL, CARD, *TOKENIZER_FILES) or bool(_WRITTEN.fullmatch(name))
 
 
 def temporary_folder(output: str) -> str:

@@ -26,6 +26,7 @@ from lmtrain.runtime.storage import join, list_names
 from lmtrain.weights.export_folder import BaseIdentity, ModelOrigin
 from lmtrain.weights.hf_config import config_of, hf_ref, resolve_hf
 from lmtrain.weights.lora_base import BASE_ITEM, load_base
+from lmtrain.weights.model_card import ModelCard
 from lmtrain.weights.run_files import generation_of, template_of, tokenizer_of
 
 if TYPE_CHECKING:
@@ -102,7 +103,7 @@ class TrainedModel:
     """A trained model: its source, its number of training steps if known, its config and its tokenizer.
 
     `origin` is its run, None if it is from Hugging Face. `chat_template` is that of its training data, if any;
-    `generation` are the settings of generation of its initial model.
+    `generation` are the settings of generation of its initial model; `card` is for a README.md.
     `get_params(model, layout)` loads the arrays; nothing imports JAX before `load`.
     """
 
@@ -114,6 +115,7 @@ class TrainedModel:
     origin: ModelOrigin | None = None
     chat_template: ChatTemplate | None = None
     generation: Mapping[str, Any] = field(default_factory=dict)
+    card: ModelCard | None = None
 
     def load(self) -> LoadedModel:
         """The model with its parameters, on the devices of this machine."""
@@ -178,6 +180,12 @@ def from_checkpoint(run: Run, path: str | None, average: str | None = None) -> T
         origin=origin,
         chat_template=template,
         generation=generation_of(run),
+        card=ModelCard(
+            run=run_info["run_id"],
+            config=run_info["config"],
+            initial=hf_ref(config),
+            averaged=() if average is None else tuple(each.step for each in checkpoints),
+        ),
     )
 
 

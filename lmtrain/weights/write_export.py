@@ -47,6 +47,7 @@ from lmtrain.weights.export_folder import (
     temporary_folder,
 )
 from lmtrain.weights.load_hf import build_adapter_pieces, build_hf_pieces, trained_tables
+from lmtrain.weights.model_card import CARD, ModelCard
 
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 
@@ -83,6 +84,8 @@ def write_export(output: str, export: "Export", tensors: Iterable[np.ndarray], s
             write_json(join(temporary, name), values)
             names.append(name)
         others = {**export.extra_files, **_tokenizer_files(export)}
+        if export.card is not None:
+            others[CARD] = export.card
         for name, content in others.items():
             write_bytes(join(temporary, name), content)
         names = [*others, *names]
@@ -246,6 +249,7 @@ class Export:
     the tokenizer unless its settings have one; `max_length` that of generation, for models that have no position after
     it. `generation` are further settings of generation. `is_adapter`: adapters in PEFT's format, whose `config` is an
     `adapter_config.json`. `chat_template` is that of the training data; None: the tokenizer's own.
+    `card` is README.md; None: there is none.
     """
 
     pieces: Sequence[Piece]
@@ -259,10 +263,16 @@ class Export:
     is_adapter: bool = False
     chat_template: ChatTemplate | None = None
     generation: Mapping[str, Any] = field(default_factory=dict)
+    card: bytes | None = None
 
     @property
     def num_parameters(self) -> int:
         return sum(math.prod(piece.shape) for piece in self.pieces)
+
+    def with_card(self, card: ModelCard, step: int) -> "Export":
+        """This export with a README.md for the model after `step` updates."""
+        base = self.config.get("base_model_name_or_path") if self.is_adapter else None
+        return replace(self, card=card.page(step, self.dtype, self.num_parameters, self.is_adapter, base))
 
 
 def build_export(

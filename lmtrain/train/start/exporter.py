@@ -13,7 +13,7 @@ from lmtrain.hf.chat_template import ChatTemplate
 from lmtrain.hf.tokenizer import Tokenizer
 from lmtrain.lora.model import ADAPTERS, AdaptedModel
 from lmtrain.models.interface import LanguageModel
-from lmtrain.run.config import RunConfig
+from lmtrain.run.config import RunConfig, resolved
 from lmtrain.runtime.distributed import gather
 from lmtrain.runtime.errors import UserError
 from lmtrain.runtime.logging import Processes, log
@@ -22,7 +22,8 @@ from lmtrain.sharding.mesh import Layout
 from lmtrain.weights.export_folder import BaseIdentity, ModelOrigin, export_folder, is_missing, remove_interrupted_steps
 from lmtrain.weights.hf_config import hf_ref
 from lmtrain.weights.load_checkpoint import gather_tensors
-from lmtrain.weights.write_export import DTYPES, build_adapter_export, build_export, write_export
+from lmtrain.weights.model_card import ModelCard
+from lmtrain.weights.write_export import DTYPES, Export, build_adapter_export, build_export, write_export
 
 
 def _prepare(folder: str) -> None:
@@ -54,6 +55,7 @@ class Exporter:
         chat_template: ChatTemplate | None = None,
         generation: Mapping[str, Any] | None = None,
     ):
+        self._card = ModelCard(run=origin.run, config=resolved(config), initial=hf_ref(config))
         self._every = config.hf_save_steps
         self._upload_to = config.hf_upload
         self._folder = export_folder(config.hf_save_path, origin.run)
@@ -112,23 +114,24 @@ class Exporter:
 
     def _write(self, step: int, tensors: list[np.ndarray]) -> None:
         try:
+            export = self._export.with_card(self._card, step)
             output = None if self._folder is None else join(self._folder, f"step-{step}")
             if output is not None:
-                write_export(output, self._export, tensors)
+                write_export(output, export, tensors)
                 log.info(f"exported {output}")
             if self._upload_to is not None:
-                self._upload(step, tensors, output)
+                self._upload(step, export, tensors, output)
         except Exception as error:  # no error of an export may end a long run
             self.failed.append(step)
             log.error(f"export of step {step} failed, training continues: {error}")
 
-    def _upload(self, step: int, tensors: list[np.ndarray], written: str | None) -> None:
+    def _upload(self, step: int, export: Export, tensors: list[np.ndarray], written: str | None) -> None:
         from lmtrain.hf.hub import upload_folder
 
         assert self._upload_to is not None
         with tempfile.TemporaryDirectory() as temporary:
             if written is None or is_url(written):  # uploads need local files
                 written = os.path.join(temporary, "export")
-                write_export(written, self._export, tensors)
+                write_export(written, export, tensors)
             url = upload_folder(written, self._upload_to, f"{self._run}, step {step}")
         log.info(f"uploaded step {step}: {url}")

@@ -1,0 +1,106 @@
+"""README.md of an export, the page that the Hugging Face Hub shows: what the model is, how it was trained, its losses.
+
+It depends only on the run and the step, so that two exports of a checkpoint are equal. Its last line has the SHA-256 of
+what is above: a page that was edited is no longer one of lmtrain, and an export does not replace it.
+"""
+
+import hashlib
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from lmtrain import __version__
+from lmtrain.data.config import BatchSizes
+from lmtrain.runtime.storage import fill_run_id
+from lmtrain.tracking.json_log import read_objects
+
+CARD = "README.md"
+
+_MARK = re.compile(rb"<!-- lmtrain ([0-9a-f]{64}) -->\n")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelCard:
+    """What the page says of a run: its id and its complete config, without secrets, as plain data. `initial` is the
+    model of Hugging Face that it began with, if any; `averaged` are the steps whose mean the model is, if it is one.
+    """
+
+    run: str
+    config: Mapping[str, Any]
+    initial: str | None
+    averaged: tuple[int, ...] = ()
+
+    def page(self, step: int, dtype: str, parameters: int, is_adapter: bool, base: str | None = None) -> bytes:
+        """The page of an export of the model after `step` updates; `base` is that of adapters, by default `initial`."""
+        base = base or self.initial
+        kind = self.config["model"]["type"]
+        what = "Adapters (LoRA)" if is_adapter else "A language model"
+        of = f", for `{base}`" if is_adapter and base else ""
+        text = f"---\n{_front_matter(is_adapter, base)}---\n\n# {self.run}\n\n"
+        text += f"{what} of {parameters:,} parameters{of} ({kind}, {dtype}), trained with lmtrain.\n\n"
+        text += "| | |\n|---|---|\n" + "".join(f"| {name} | {_cell(value)} |\n" for name, value in self._facts(step))
+        settings = yaml.safe_dump(dict(self.config), allow_unicode=True, width=120)
+        fence = "`" * max(3, *(len(run) + 1 for run in re.findall("`+", settings)), 0)
+        text += f"\n<details><summary>Settings of the run</summary>\n\n{fence}yaml\n{settings}{fence}\n\n</details>\n\n"
+        content = text.encode()
+        return content + f"<!-- lmtrain {hashlib.sha256(content).hexdigest()} -->\n".encode()
+
+    def _facts(self, step: int) -> Iterator[tuple[str, str]]:
+        model, trainer = self.config["model"], self.config["trainer"]
+        batch = trainer["train_batch_size"]
+        sizes = BatchSizes.of(batch if isinstance(batch, int) else [(part["start"], part["value"]) for part in batch])
+        tokens = sizes.before(step) * model["seq_len"]
+        yield "Steps", f"{step:,} of {trainer['num_train_steps']:,}"
+        if self.averaged:
+            yield "Average of the steps", ", ".join(f"{number:,}" for number in self.averaged)
+        yield "Training tokens", f"{tokens:,}, in sequences of {model['seq_len']:,}"
+        yield from self._losses(step)
+        if initial := self.initial or self.config.get("initialize_from_checkpoint_path"):
+            yield "Initial model", f"`{initial}`"
+        data = self.config["data"]
+        for name, source in (data.get("configs") or {"": data}).items():
+            where = source.get("demo") or source.get("id") or " ".join(source.get("train_urls") or [])
+            yield f"Data {name}".strip(), f"`{where}`"
+        yield "Tokenizer", f"`{data['tokenizer']}`"
+        yield "Written by", f"lmtrain {__version__}"
+
+    def _losses(self, step: int) -> Iterator[tuple[str, str]]:
+        """The last training loss and the results of the last evaluation, up to the step; none without the run's log."""
+        folder = fill_run_id(self.config["trainer"]["log_dir"], self.run)
+        found: dict[str, tuple[int, float]] = {}
+        try:
+            for line in read_objects(os.path.join(folder, f"{self.run}.metrics.jsonl")):
+                if (at := int(line.get("step", step + 1))) <= step:
+                    names = [name for name in line if name == "train/loss" or name.startswith("eval/")]
+                    found |= {name: (at, float(line[name])) for name in names if line[name] is not None}
+        except (OSError, ValueError, TypeError):
+            return
+        evaluated = max((at for name, (at, _) in found.items() if name != "train/loss"), default=0)
+        for name, (at, value) in sorted(found.items(), key=lambda item: (item[0] != "train/loss", item[0])):
+            if name == "train/loss" or at == evaluated:
+                yield f"`{name}`, step {at:,}", f"{value:.4f}"
+
+
+def is_unchanged_card(content: bytes) -> bool:
+    """Whether a page is one of lmtrain that nobody has edited."""
+    mark = _MARK.fullmatch(content[content.rfind(b"<!--") :]) if b"<!--" in content else None
+    above = content[: content.rfind(b"<!--")]
+    return mark is not None and mark[1].decode() == hashlib.sha256(above).hexdigest()
+
+
+def _front_matter(is_adapter: bool, base: str | None) -> str:
+    """What the Hub reads."""
+    values: dict[str, Any] = {"library_name": "peft" if is_adapter else "transformers"}
+    values |= {"pipeline_tag": "text-generation", "tags": ["lmtrain"]}
+    if base is not None and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", base) and not os.path.exists(base):
+        values["base_model"] = base
+    return yaml.safe_dump(values, sort_keys=False)
+
+
+def _cell(text: str) -> str:
+    """A text in a cell of a table."""
+    return text.replace("|", "\\|").replace("\n", " ")
