@@ -4,6 +4,7 @@ import argparse
 import datetime
 import hashlib
 import http.client
+import json
 import os
 import platform
 import signal
@@ -32,6 +33,8 @@ BLOCK = 1 << 20
 SHAKESPEARE = "https://raw.githubusercontent.com/karpathy/char-rnn/6f9487a6fe5b420b7ca9afb0d7c078e37c1d1b4e/data/tinyshakespeare/input.txt"
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 SHAKESPEARE_TRAIN = 1_003_854  # characters, as nanoGPT's prepare.py splits them
+HELLASWAG = "https://raw.githubusercontent.com/rowanz/hellaswag/a29ff8e9a04bba4bd6588223785ce105328adc57/data/hellaswag_val.jsonl"
+HELLASWAG_BLOB = "0f5ee25d72216f12317d5d8a7b92deafa423d81e"  # as git names it
 FINEWEB = "kjj0/fineweb10B-gpt2"  # FineWeb's sample of 10 G tokens in llm.c's format
 FINEWEB_SHARDS = ["fineweb_val_000000.bin", *(f"fineweb_train_{number:06}.bin" for number in range(1, 104))]
 
@@ -46,11 +49,18 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def checksum_like(expected: str, path: Path) -> str:
+    """The SHA-256 of a file, or for 40 digits the name that git has for its content."""
+    if len(expected) == 64:
+        return sha256(path)
+    return hashlib.sha1(b"blob %d\0" % path.stat().st_size + path.read_bytes()).hexdigest()
+
+
 def download(url: str, checksum: str, path: Path) -> None:
     """Download a file, from where an earlier attempt ended. Exits with 2 if it is not the file with this checksum."""
     if path.exists():
-        if (found := sha256(path)) != checksum:
-            fail(f"{path}: has the SHA-256 {found}, expected {checksum}; delete it and run the command again")
+        if (found := checksum_like(checksum, path)) != checksum:
+            fail(f"{path}: has the checksum {found}, expected {checksum}; delete it and run the command again")
         return
     part = path.with_name(path.name + ".part")
     begin = part.stat().st_size if part.exists() else 0
@@ -70,9 +80,9 @@ def download(url: str, checksum: str, path: Path) -> None:
     except (OSError, http.client.HTTPException) as error:
         where = f" from {part}" if part.exists() else ""
         fail(f"{url}: {getattr(error, 'reason', error)!s}; run the command again to continue{where}")
-    if (found := sha256(part)) != checksum:
+    if (found := checksum_like(checksum, part)) != checksum:
         part.unlink()
-        fail(f"{url}: the file has the SHA-256 {found}, expected {checksum}; it was deleted, run the command again")
+        fail(f"{url}: the file has the checksum {found}, expected {checksum}; it was deleted, run the command again")
     part.rename(path)
 
 
@@ -102,10 +112,37 @@ def small_shakespeare(folder: Path) -> None:
     split_text(text, len(text) * 9 // 10, folder)
 
 
+def write_hellaswag(folder: Path, examples: list[dict[str, Any]]) -> None:
+    """HellaSwag as a task of `trainer.core`, with llm.c's scores: the ending with the lowest loss per token."""
+    items = [{"query": each["ctx"], "choices": each["endings"], "gold": each["label"]} for each in examples]
+    task = {"label": "hellaswag", "icl_task_type": "completion", "dataset_uri": "hellaswag.jsonl"}
+    (folder / "hellaswag" / "eval_data").mkdir(parents=True, exist_ok=True)
+    lines = "".join(json.dumps(item) + "\n" for item in items)
+    write(folder / "hellaswag" / "eval_data" / "hellaswag.jsonl", lines.encode())
+    write(folder / "hellaswag" / "eval_meta_data.csv", b"Eval Task,Random baseline\nhellaswag,25\n")
+    write(folder / "hellaswag" / "core.yaml", yaml.safe_dump({"icl_tasks": [task | {"num_fewshot": [0]}]}).encode())
+
+
+def hellaswag(folder: Path) -> None:
+    path = folder / "hellaswag_val.jsonl"
+    download(HELLASWAG, HELLASWAG_BLOB, path)
+    write_hellaswag(folder, [json.loads(line) for line in path.read_text().splitlines()])
+
+
+def small_hellaswag(folder: Path) -> None:
+    lines = [line.strip() for line in small_text().decode().splitlines() if len(line) > 60]
+    examples = [
+        {"ctx": lines[n][:30], "endings": [lines[(n + m) % len(lines)][30:] for m in range(4)], "label": 0}
+        for n in range(20)
+    ]
+    write_hellaswag(folder, examples)
+
+
 def fineweb(folder: Path) -> None:
     """20 GB, from the Hugging Face Hub, whose names of large files are their SHA-256."""
     if reason := offline_reason():
         fail(f"{FINEWEB}: {reason}")
+    hellaswag(folder)
     from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
 
     for name in FINEWEB_SHARDS:
@@ -125,6 +162,7 @@ def fineweb(folder: Path) -> None:
 
 
 def small_fineweb(folder: Path) -> None:
+    small_hellaswag(folder)
     (folder / "fineweb10B").mkdir(exist_ok=True)
     for name in FINEWEB_SHARDS[:2]:
         write(folder / "fineweb10B" / name, in_llm_c_format(np.frombuffer(small_text(), np.uint8)))
@@ -164,10 +202,12 @@ def lmtrain(folder: Path, *arguments: str) -> None:
         fail(f"lmtrain {arguments[0]} ended with {code}", 2 if code == 2 else 3)
 
 
-def final_loss(folder: Path) -> float:
-    """The last loss on the validation set that the run logged."""
-    lines = list(read_objects(str(folder / f"logs/{RUN}.metrics.jsonl")))
-    return float([line["eval/loss"] for line in lines if "eval/loss" in line][-1])
+def final_metrics(folder: Path) -> dict[str, float]:
+    """The last value of each metric of the evaluations."""
+    found: dict[str, float] = {}
+    for line in read_objects(str(folder / f"logs/{RUN}.metrics.jsonl")):
+        found |= {name: value for name, value in line.items() if name.startswith("eval/")}
+    return found
 
 
 def commit() -> str:
@@ -213,13 +253,15 @@ def main() -> None:
     attempts = read_attempts(str(folder / f"logs/{RUN}/goodput.json"))
     # without the time between two starts
     took = sum(attempt.updated - attempt.started for attempt in attempts)
-    loss, (low, high) = final_loss(folder), band
+    metrics, (low, high) = final_metrics(folder), band
+    loss = metrics["eval/loss"]
     result = {
         "recipe": arguments.name,
         "check": arguments.check,
         "settings": settings,
         "loss": loss,
         "expected": band,
+        "evaluation": metrics,
         "seconds": round(took, 1),
         "date": datetime.date.today().isoformat(),
         "commit": commit(),

@@ -11,6 +11,7 @@ from lmtrain.commands.arguments import Parser, add_model_flags, at_least, check_
 from lmtrain.config.load import first_problem
 from lmtrain.data.caches import Cache
 from lmtrain.evaluation.benchmarks.config import EvalHarnessConfig, check_benchmarks
+from lmtrain.evaluation.config import CoreConfig
 from lmtrain.preprocess.prepare import find_caches, start_build, wait
 from lmtrain.run.run import require_secrets
 from lmtrain.runtime.errors import UserError
@@ -30,11 +31,12 @@ _BOOTSTRAP_ITERS = 100_000
 
 def run(argv: list[str]) -> int:
     parser = Parser(
-        "eval", "Validation loss of a checkpoint, or with --tasks its results on benchmarks; JSON on standard output."
+        "eval",
+        "Validation loss of a checkpoint, or with --tasks or --core results on benchmarks; JSON on standard output.",
     )
     add_model_flags(parser)
     _add_benchmark_flags(parser)
-    arguments, run = parse_run(parser, argv, needs_config=lambda arguments: not (arguments.hf and arguments.tasks))
+    arguments, run = parse_run(parser, argv, needs_config=lambda given: not (given.hf and (given.tasks or given.core)))
     require_secrets(run.loaded)
     harness = _harness(arguments, run.config.eval_harness)
     start_console_log()
@@ -47,10 +49,13 @@ def run(argv: list[str]) -> int:
         trained = from_hf(arguments.hf, run.config if run.loaded.path else None)
     with StopRequest("ending the evaluation") as stop:
         try:
-            if arguments.tasks is None:
+            if arguments.tasks is None and arguments.core is None:
                 findings = _with_text(trained, harness, stop, arguments.output_path)
             else:
-                findings = _evaluate(trained, {}, harness, stop, arguments.output_path, alone=not run.loaded.path)
+                core = None if arguments.core is None else CoreConfig(bundle=arguments.core, **_limit(arguments))
+                findings = _evaluate(
+                    trained, {}, harness, stop, arguments.output_path, alone=not run.loaded.path, core=core
+                )
         except StoppedError:
             return STOPPED_BY_SIGNAL
     for line in findings.lines:
@@ -62,10 +67,9 @@ def run(argv: list[str]) -> int:
 def _add_benchmark_flags(parser: Parser) -> None:
     add = parser.add_argument
     add("--tasks", metavar="TASK,...", help="benchmarks of lm-eval to run instead of computing the validation loss")
+    add("--core", metavar="DIR", help="run CORE instead, whose tasks are in this folder: see trainer.core.bundle")
     add("--num_fewshot", type=at_least(0), metavar="N", help="number of examples in each prompt of --tasks")
-    add(
-        "--max_examples", "--limit", type=at_least(1), metavar="N", help="maximum number of examples of each of --tasks"
-    )
+    add("--max_examples", "--limit", type=at_least(1), metavar="N", help="maximum number of examples of each task")
     add("--include_path", metavar="DIR", help="folder with YAML files of more --tasks")
     add("--apply_chat_template", action="store_true", help="write prompts as chats, by the tokenizer's template")
     add("--fewshot_as_multiturn", action="store_true", help="write examples as turns of the conversation")
@@ -82,12 +86,16 @@ def _harness(arguments: argparse.Namespace, config: EvalHarnessConfig | None) ->
         if (value := getattr(arguments, name, None)) not in (None, False)
     }
     if arguments.tasks is None:
-        if given:
-            raise UserError(f"--{next(iter(given))}: requires --tasks")
-        return config if config is None else _with_errors(config.model_dump())
+        if others := given.keys() - (_limit(arguments) if arguments.core is not None else {}).keys():
+            raise UserError(f"--{min(others)}: requires --tasks")
+        return None if config is None or arguments.core is not None else _with_errors(config.model_dump())
     names = [name.strip() for name in arguments.tasks.split(",") if name.strip()]
     before: dict[str, Any] = {} if config is None else config.model_dump()
     return _with_errors(before | {"task_spec": names} | given)
+
+
+def _limit(arguments: argparse.Namespace) -> dict[str, int]:
+    return {} if arguments.max_examples is None else {"max_examples": arguments.max_examples}
 
 
 def _with_errors(values: dict[str, Any]) -> EvalHarnessConfig:
@@ -118,8 +126,9 @@ def _evaluate(
     stop: StopRequest,
     folder: str,
     alone: bool = False,
+    core: CoreConfig | None = None,
 ) -> "Findings":
-    """Findings on the validation sets of `caches`, or of the benchmarks only if there are none.
+    """Findings on the validation sets of `caches`, or of the benchmarks `harness` and `core` only if there are none.
 
     `alone`: the model has no config that sets batch sizes. Raises `StoppedError`.
     """
@@ -161,7 +170,7 @@ def _evaluate(
         if caches:
             always = trainer.model_copy(update={"steps_per_eval": trainer.steps_per_eval or 1})
         else:
-            always = trainer.model_copy(update={"steps_per_eval": None, "sample_prompts": []})
+            always = trainer.model_copy(update={"steps_per_eval": None, "sample_prompts": [], "core": core})
         evaluations = Evaluations(build_evaluators(always, harness), context, strict=True)
         step = trained.step or 0
         try:

@@ -8,13 +8,27 @@ from lmtrain.checkpoint.config import BestConfig
 from lmtrain.config.section import FreeText, Section, changeable
 
 # Modules of this package, in the order in which they run, each with a function `build(config) -> Evaluator | None`.
-EVALUATIONS = ("perplexity", "preferences", "samples")
+EVALUATIONS = ("perplexity", "preferences", "samples", "core")
 
 
 class EarlyStoppingConfig(BestConfig):
     """End of a run whose evaluations no longer improve."""
 
     patience: int = changeable(3, ge=1, description="Number of evaluations without an improvement that end the run")
+
+
+class CoreConfig(Section):
+    """CORE, the benchmark of DCLM and nanochat: the mean accuracy above guessing over 22 tasks."""
+
+    bundle: str = changeable(
+        "eval_bundle",
+        min_length=1,
+        description="Folder or URL with core.yaml, eval_meta_data.csv and eval_data/: nanochat's eval_bundle.zip, "
+        "unpacked, or tasks of your own in this form",
+    )
+    steps: int | None = changeable(None, ge=1, description="Interval in steps; null: after the last step only")
+    max_examples: int | None = changeable(None, ge=1, description="Maximum number of items of each task; null: all")
+    prepend_bos: bool = changeable(True, description="Begin every prompt with the bos token, without one with eos")
 
 
 class EvaluationConfig(Section):
@@ -29,6 +43,7 @@ class EvaluationConfig(Section):
     sample_prompts: list[FreeText] = changeable(
         [], description="Prompts that the model continues at every evaluation; the texts are logged"
     )
+    core: CoreConfig | None = changeable(None, description="The benchmark CORE; null: none")
     early_stopping: EarlyStoppingConfig | None = changeable(
         None, description="End the run when an evaluation metric stops improving; null: no"
     )

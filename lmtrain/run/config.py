@@ -338,7 +338,7 @@ def _is_changed(config: RunConfig, path: Path) -> bool:
 def check_evaluation(config: RunConfig, has_validation: bool) -> None:
     """Raise `UserError` for a setting that takes effect after evaluations, if there are none."""
     trainer = config.trainer
-    if has_validation or config.eval_harness is not None:
+    if has_validation or config.eval_harness is not None or trainer.core is not None:
         return
     for name, setting in (
         ("early_stopping", trainer.early_stopping),
@@ -347,5 +347,5 @@ def check_evaluation(config: RunConfig, has_validation: bool) -> None:
         if setting is not None:
             raise UserError(
                 f"trainer.{name}: the run has no evaluation, whose metrics it compares; set data.validation_urls (and "
-                "trainer.steps_per_eval), or eval_harness"
+                "trainer.steps_per_eval), trainer.core, or eval_harness"
             )

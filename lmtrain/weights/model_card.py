@@ -82,7 +82,7 @@ class ModelCard:
         evaluated = max((at for name, (at, _) in found.items() if name != "train/loss"), default=0)
         for name, (at, value) in sorted(found.items(), key=lambda item: (item[0] != "train/loss", item[0])):
             if name == "train/loss" or at == evaluated:
-                yield f"`{name}`, step {at:,}", f"{value:.4f}"
+                yield f"`{name}`, step {at:,}", f"{value:,.0f}" if value.is_integer() else f"{value:.4f}"
 
 
 def is_unchanged_card(content: bytes) -> bool:

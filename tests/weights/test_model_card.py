@@ -31,8 +31,8 @@ def test_the_page_has_steps_tokens_losses_data_and_settings(tmp_path):
     lines = [
         {"step": 0, "parameter_count": 7},
         {"step": 1, "train/loss": 5.5, "eval/loss": 5.4},
-        {"step": 2, "train/loss": 4.25, "eval/loss": 4.5, "eval/other/loss": 4.75},
-        {"step": 3, "train/loss": 3.0, "eval/loss": None},
+        {"step": 2, "train/loss": 4.25, "eval/loss": 4.5, "eval/other/loss": 4.75, "eval/tokens": 1234.0},
+        {"step": 3, "train/loss": 3.125, "eval/loss": None},
         {"step": 4, "train/loss": 1.0, "eval/loss": 1.0},  # after the export
     ]
     (tmp_path / "logs" / "one.metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -41,10 +41,11 @@ def test_the_page_has_steps_tokens_losses_data_and_settings(tmp_path):
     found = cells(page)
     assert found["Steps"].startswith("3 of ")
     assert found["Training tokens"].startswith(f"{(2 * 2 + 8) * made.config['model']['seq_len']:,},")
-    assert {name: value for name, value in found.items() if "loss" in name} == {
-        "`train/loss`, step 3": "3.0000",
+    assert {name: value for name, value in found.items() if "`" in name} == {
+        "`train/loss`, step 3": "3.1250",
         "`eval/loss`, step 2": "4.5000",
         "`eval/other/loss`, step 2": "4.7500",
+        "`eval/tokens`, step 2": "1,234",
     }
     assert any(name.startswith("Data") for name in found)
     text = page.decode()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from forked import fake_devices, run_script
 
-from lmtrain.evaluation.benchmarks.language_model import Question, Scorer, lengths
+from lmtrain.evaluation.scorer import Question, Scorer, lengths
 from lmtrain.runtime.signals import StoppedError
 
 
@@ -55,7 +55,7 @@ def test_a_stop_request_ends_the_scoring_between_batches(gpt2):
 SCRIPT = """
 from models import quick
 import jax, json, sys, numpy as np
-from lmtrain.evaluation.benchmarks.language_model import Question, Scorer
+from lmtrain.evaluation.scorer import Question, Scorer
 from lmtrain.evaluation.interface import Context
 from lmtrain.generation.decode import GreedyDecoder
 from lmtrain.run.config import RunConfig

@@ -1,4 +1,4 @@
-"""A tiny model for benchmarks."""
+"""A tiny model."""
 
 import pytest
 from conftest import TOKENIZER

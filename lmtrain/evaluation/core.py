@@ -1,0 +1,253 @@
+"""CORE (Li et al. 2024, "DataComp-LM"): tasks with examples in the prompt, each answer compared by its likelihood.
+
+The metric is the mean over the tasks of (accuracy - guessing) / (1 - guessing). Prompts, choice of examples and scores
+are those of nanochat's `core_eval`, so that its published figures can be compared:
+
+    multiple_choice      one query with several choices: the choice with the lowest loss per token
+    schema               several contexts with one continuation: the context that makes it most likely
+    language_modeling    one context: every token of the continuation is the most likely one
+
+One kind is not nanochat's: `completion` is multiple_choice as llm.c scores HellaSwag. There, tokens that all choices
+begin with count too, which changes the mean over the tokens of a choice.
+"""
+
+import csv
+import io
+import json
+import math
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import takewhile
+from typing import Any, NamedTuple
+
+import yaml
+
+from lmtrain.evaluation.config import CoreConfig, EvaluationConfig
+from lmtrain.evaluation.interface import Context
+from lmtrain.evaluation.scorer import Question, Scorer
+from lmtrain.runtime.errors import UserError, counted
+from lmtrain.runtime.storage import join, read_bytes
+
+_SETTING = "trainer.core.bundle"
+# Seeds of nanochat: of the order of a task's items, and, plus the number of an item, of its examples.
+_ORDER, _EXAMPLES = 1337, 1234
+# For each kind of task, the keys of its items and the types of their values.
+_KEYS: dict[str, dict[str, type | tuple[type, ...]]] = {
+    "multiple_choice": {"query": str, "choices": list, "gold": int},
+    "completion": {"query": str, "choices": list, "gold": int},
+    "schema": {"context_options": list, "continuation": str, "gold": int},
+    "language_modeling": {"context": str, "continuation": str},
+}
+# Questions that are scored together; a program stops between batches of them.
+_AT_ONCE = 4096
+
+Item = Mapping[str, Any]
+
+
+class CoreTask(NamedTuple):
+    """A task of core.yaml: its name, kind, file, number of examples in a prompt, the text between question and answer,
+    and the accuracy of guessing."""
+
+    label: str
+    kind: str
+    file: str
+    shots: int
+    delimiter: str
+    guessing: float
+
+
+class Core:
+    """The evaluator of `trainer.core`. Metrics are `metric`, and `<task>` and `<task>/centered` of each task."""
+
+    name = "core"
+    optional = True
+
+    def __init__(self, config: CoreConfig):
+        self.every = config.steps
+        self._config = config
+
+    def prepare(self, context: Context) -> bool:
+        """Raises `UserError` for a folder or a file that is no such task."""
+        tokenizer = context.tokenizer
+        ids = [number for number in (tokenizer.bos_id, tokenizer.eos_id) if number is not None]
+        if tokenizer.library is None or (self._config.prepend_bos and not ids):
+            raise UserError(
+                f"trainer.core: the tokenizer {tokenizer.path} has no text, or neither a bos nor an eos token; set "
+                "trainer.core to null, or prepend_bos to false"
+            )
+        self._first = ids[:1] if self._config.prepend_bos else []
+        self._tasks = read_tasks(self._config.bundle)
+        for task in self._tasks:
+            number = min(len(read_items(task)), self._config.max_examples or math.inf)
+            if number <= task.shots:
+                what = task.file if self._config.max_examples is None else "trainer.core.max_examples"
+                raise UserError(
+                    f"{what}: {number} items, but prompts of {task.label} have {task.shots} examples besides their own"
+                )
+        self._context = context
+        self._scorer = Scorer(context)
+        return True
+
+    def evaluate(self, params: Any, step: int) -> dict[str, float]:
+        metrics: dict[str, float] = {}
+        for task in self._tasks:
+            items = read_items(task)
+            random.Random(_ORDER).shuffle(items)
+            accuracy = self._accuracy(params, task, items[: self._config.max_examples])
+            metrics |= {task.label: accuracy, f"{task.label}/centered": centered(accuracy, task.guessing)}
+        values = [metrics[f"{task.label}/centered"] for task in self._tasks]
+        return {"metric": sum(values) / len(values), **metrics}
+
+    def describe(self, metrics: Mapping[str, Any]) -> str:
+        return f"CORE {metrics['eval/core/metric']:.4f} over {counted(len(self._tasks), 'task')}"
+
+    def _accuracy(self, params: Any, task: CoreTask, items: Sequence[Item]) -> float:
+        questions: list[list[Question | None]] = []
+        for number, item in enumerate(items):
+            spans = self._spans(task, item, examples_of(task, items, number))
+            questions.append([self._question(task, *span) for span in spans])
+        asked = [question for group in questions for question in group if question is not None]
+        answers = []
+        for begin in range(0, len(asked), _AT_ONCE):
+            answers += self._scorer.score(params, asked[begin : begin + _AT_ONCE])
+            self._context.progress(min(begin + _AT_ONCE, len(asked)), len(asked), f"likelihoods of {task.label}")
+        left = iter(answers)
+        right = 0
+        for item, group in zip(items, questions, strict=True):
+            found = [(None if question is None else next(left), question) for question in group]
+            if task.kind == "language_modeling":
+                right += all(answer is not None and answer.is_greedy for answer, _ in found)
+                continue
+            losses = [-a.log_likelihood / len(q.targets) if a and q else math.nan for a, q in found]
+            right += losses.index(min(losses)) == item["gold"]
+        return right / len(items)
+
+    def _spans(self, task: CoreTask, item: Item, examples: Sequence[Item]) -> list[tuple[list[int], int]]:
+        """The tokens of each prompt, and the number of the first one that is scored; the last one is the last."""
+        rows = [self._encode(prompt) for prompt in prompts_of(task, item, examples)]
+        if task.kind == "language_modeling":
+            without, complete = rows
+            return [(complete, _common(without, complete))]
+        if task.kind == "multiple_choice":
+            return [(row, _common(*rows)) for row in rows]
+        if task.kind == "completion":
+            query, *rows = rows
+            return [(row, _common(query, row)) for row in rows]
+        return [(row, len(row) - _common(*(row[::-1] for row in rows))) for row in rows]
+
+    def _encode(self, text: str) -> list[int]:
+        with self._context.tokenizer.errors():
+            ids: list[int] = self._context.tokenizer.backend.encode(text, add_special_tokens=False).ids
+        return self._first + ids
+
+    def _question(self, task: CoreTask, tokens: list[int], start: int) -> Question | None:
+        """The question about the tokens from `start` on; None if there are none, as for two equal choices."""
+        cut = max(0, len(tokens) - self._context.seq_len)
+        if start - cut < 1:
+            raise UserError(
+                f"{task.file}: an answer of {len(tokens) - start} tokens does not fit into model.seq_len "
+                f"{self._context.seq_len}; leave this task out of {join(self._config.bundle, 'core.yaml')}"
+            )
+        return Question(tuple(tokens[cut:-1]), tuple(tokens[start:])) if start < len(tokens) else None
+
+
+def build(config: EvaluationConfig) -> Core | None:
+    """The evaluator of a run with `core`."""
+    return None if config.core is None else Core(config.core)
+
+
+def centered(accuracy: float, guessing: float) -> float:
+    """0 for guessing, 1 for all answers."""
+    return (accuracy - guessing) / (1 - guessing)
+
+
+def read_tasks(folder: str) -> list[CoreTask]:
+    """The tasks of a folder with core.yaml, eval_meta_data.csv and eval_data/. Raises `UserError`."""
+    path, table = join(folder, "core.yaml"), join(folder, "eval_meta_data.csv")
+    try:
+        listed = yaml.safe_load(_read(path))["icl_tasks"]
+        rows = csv.DictReader(io.StringIO(_read(table)))
+        guessing = {row["Eval Task"]: float(row["Random baseline"]) / 100 for row in rows}
+        tasks = [
+            CoreTask(
+                label=entry["label"],
+                kind=entry["icl_task_type"],
+                file=join(folder, "eval_data", entry["dataset_uri"]),
+                shots=int(entry["num_fewshot"][0]),
+                delimiter=entry.get("continuation_delimiter", " "),
+                guessing=guessing[entry["label"]],
+            )
+            for entry in listed
+        ]
+    except (yaml.YAMLError, KeyError, TypeError, ValueError, IndexError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise UserError(f"{_SETTING}: {path} and {table} are not CORE's tasks and baselines: {reason}") from None
+    if unknown := [task for task in tasks if task.kind not in _KEYS]:
+        raise UserError(f"{path}: {unknown[0].label}: icl_task_type {unknown[0].kind} is none of {', '.join(_KEYS)}")
+    if not tasks:
+        raise UserError(f"{path}: has no tasks")
+    return tasks
+
+
+def read_items(task: CoreTask) -> list[Item]:
+    """The items of a task. Raises `UserError` with the line of one that is not of its kind."""
+    items: list[Item] = []
+    for number, line in enumerate(_read(task.file).splitlines(), 1):
+        try:
+            item = json.loads(line)
+            wrong = [key for key, kind in _KEYS[task.kind].items() if not isinstance(item[key], kind)]
+            options = item.get("choices", item.get("context_options"))
+            if wrong or (options is not None and not 0 <= item["gold"] < len(options)):
+                raise ValueError(f"wrong {wrong[0] if wrong else 'gold'}")
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            expected = ", ".join(_KEYS[task.kind])
+            raise UserError(f"{task.file}:{number}: expected an object with {expected}: {error}") from None
+        items.append(item)
+    return items
+
+
+def _read(path: str) -> str:
+    try:
+        return read_bytes(path).decode()
+    except FileNotFoundError:
+        raise UserError(f"{_SETTING}: {path} does not exist; unpack nanochat's eval_bundle.zip there") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read: {error}") from None
+
+
+def examples_of(task: CoreTask, items: Sequence[Item], number: int) -> list[Item]:
+    """The examples in the prompt of an item, others than itself."""
+    if not task.shots:
+        return []
+    others = [index for index in range(len(items)) if index != number]
+    return [items[index] for index in random.Random(_EXAMPLES + number).sample(others, task.shots)]
+
+
+def prompts_of(task: CoreTask, item: Item, examples: Sequence[Item]) -> list[str]:
+    """The prompts with each choice, for a completion after one without; with each context; or without and with
+    the continuation."""
+    before = "".join(f"{text}\n\n" for text in _answered(task, examples))
+    if task.kind == "multiple_choice":
+        return [f"{before}{item['query']}{task.delimiter}{choice}" for choice in item["choices"]]
+    if task.kind == "completion":
+        return [before + item["query"], *prompts_of(task._replace(kind="multiple_choice"), item, examples)]
+    if task.kind == "schema":
+        return [f"{before}{context}{task.delimiter}{item['continuation']}" for context in item["context_options"]]
+    question = f"{before}{item['context'].strip()}{task.delimiter}"
+    # without the space at its end, which belongs to the first token of the continuation
+    return [question.strip(), question + item["continuation"]]
+
+
+def _answered(task: CoreTask, examples: Sequence[Item]) -> Iterator[str]:
+    for each in examples:
+        if task.kind in ("multiple_choice", "completion"):
+            yield f"{each['query']}{task.delimiter}{each['choices'][each['gold']]}"
+        elif task.kind == "schema":
+            yield f"{each['context_options'][each['gold']]}{task.delimiter}{each['continuation']}"
+        else:
+            yield f"{each['context'].strip()}{task.delimiter}{each['continuation']}"
+
+
+def _common(*rows: Sequence[int]) -> int:
+    """How many tokens all rows begin with."""
+    return sum(1 for _ in takewhile(lambda tokens: len(set(tokens)) == 1, zip(*rows, strict=False)))
