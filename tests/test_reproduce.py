@@ -51,6 +51,44 @@ def test_a_recipe_runs_offline_at_a_small_size(name, tmp_path):
     assert json.loads((tmp_path / "check" / "result.json").read_text())["seconds"] >= result["seconds"] > 0
 
 
+def depth(number: int) -> dict:
+    code = "import json, sys, yaml, reproduce; law = yaml.safe_load(reproduce.TABLE.open())['muon_124m']['depth'];"
+    code += "path = str(reproduce.RECIPES / 'muon_124m.yaml');"
+    code += "print(json.dumps(reproduce.settings_of_depth(path, int(sys.argv[1]), law, [])))"
+    command = [sys.executable, "-c", code, str(number)]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_the_depth_of_a_recipe_gives_the_recipe_and_another_one_its_scaling_laws():
+    def own(path: str):
+        value = yaml.safe_load((RECIPES / "muon_124m.yaml").read_text())
+        for part in path.split("."):
+            value = value[part]
+        return float(value) if isinstance(value, str) else value  # 1.9e-13 is a text for this reader
+
+    same, deep = depth(12), depth(20)
+    expected = {path: own(path) for path in same}
+    for group in expected["optimizer.groups"]:
+        group.update({name: float(value) for name, value in group.items() if name != "match"})
+    for path, value in same.items():
+        assert value == (expected[path] if isinstance(value, list) else pytest.approx(expected[path], rel=1e-5)), path
+    tokens = {
+        n: each["trainer.train_batch_size"] * each["trainer.num_train_steps"] for n, each in ((12, same), (20, deep))
+    }
+    # 12 D^2 N of a block and V D of the head
+    parameters = {n: 12 * n * (64 * n) ** 2 + 50304 * 64 * n for n in tokens}
+    assert tokens[20] / tokens[12] == pytest.approx(parameters[20] / parameters[12], rel=0.01)
+    assert deep["model.hidden_dim"] == 64 * 20
+    assert deep["trainer.train_batch_size"] == 1024  # 512 * 3.7^0.383 = 845, and as a power of two
+    assert deep["optimizer.learning_rate"] == pytest.approx(own("optimizer.learning_rate") * 2**0.5, rel=1e-5)
+    averaged = [
+        each["trainer.num_train_steps"] * each["optimizer.learning_rate"] * each["optimizer.weight_decay"]
+        for each in (same, deep)
+    ]
+    assert averaged[0] == pytest.approx(averaged[1], rel=1e-3)
+
+
 def test_a_signal_reaches_the_run_which_saves(tmp_path):
     command = [sys.executable, ROOT / "tools" / "reproduce.py", "gpt2_124m", "--check", "--folder", tmp_path]
     log = tmp_path / "check" / "logs" / "run.metrics.jsonl"

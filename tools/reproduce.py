@@ -5,6 +5,7 @@ import datetime
 import hashlib
 import http.client
 import json
+import math
 import os
 import platform
 import signal
@@ -28,6 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RECIPES = ROOT / "configs" / "recipes"
 TABLE = RECIPES / "recipes.yaml"
 RUN = "run"
+MAX_DEPTH = 200
 BLOCK = 1 << 20
 
 SHAKESPEARE = "https://raw.githubusercontent.com/karpathy/char-rnn/6f9487a6fe5b420b7ca9afb0d7c078e37c1d1b4e/data/tinyshakespeare/input.txt"
@@ -221,6 +223,78 @@ def commit() -> str:
     return done.stdout.strip() or "unknown"
 
 
+def settings_of_depth(config: str, depth: int, law: dict[str, Any], given: list[str]) -> dict[str, Any]:
+    """What changes in a recipe with another number of layers: one dial, as nanochat has it.
+
+    The width is proportional to the depth, rounded up to complete heads; tokens are proportional to the parameters that
+    multiply them. The batch grows with the tokens, to a power of two, and rates with the batch, by the exponents of
+    `law`. With the weight decay, 1 / (rate * decay), the number of steps over which it averages, stays the same part of
+    the run (Wang and Aitchison 2024). Initial values fall with the root of the width.
+    """
+    from lmtrain.config.load import load_config
+    from lmtrain.run.config import RunConfig
+    from lmtrain.scaling.ladder import multiplying_parameters
+
+    pairs = [flag.removeprefix("--").split("=", 1) for flag in given]
+    before = load_config(RunConfig, config, [(name, value) for name, value in pairs]).config
+    model, optimizer, trainer = before.model, before.optimizer, before.trainer
+    head = model.hidden_dim // model.num_heads
+    heads = -(-model.hidden_dim * depth // (model.num_layers * head))
+    wider = heads * head / model.hidden_dim
+    sizes = {
+        "num_layers": depth,
+        "hidden_dim": heads * head,
+        "num_heads": heads,
+        "intermediate_dim": round(model.mlp_dim * wider),
+        "initializer_range": float(f"{model.initializer_range * wider**-0.5:.6g}"),
+    }
+    now, then = (multiplying_parameters(each, law["vocab_size"]) for each in (model.model_copy(update=sizes), model))
+    more = now / then
+    batch = trainer.batch_sizes.all[0]
+    larger = 2 ** round(math.log2(batch * more ** law["batch"])) / batch
+    rate = larger ** law["rate"]
+    factors = {
+        "learning_rate": rate,
+        "adam_lr": rate,
+        "weight_decay": larger / rate / more,
+        "epsilon": 1 / larger,
+        "muon_epsilon": 1 / larger,
+    }
+
+    def scaled(section: Any) -> dict[str, Any]:
+        values = {name: getattr(section, name, None) for name in factors}
+        return {name: float(f"{v * factors[name]:.6g}") for name, v in values.items() if v is not None}
+
+    groups = [group.model_dump(exclude_none=True) | scaled(group) for group in optimizer.groups]
+    steps = round(trainer.num_train_steps * more / larger)
+    at_once = trainer.per_device_parallelism
+    if at_once > 0:  # as many activations as in the recipe
+        deeper = depth / model.num_layers
+        at_once = max(1, 2 ** math.floor(math.log2(at_once * min(larger, 1 / (wider * deeper)))))
+    print(
+        f"depth {depth}: {now:,} parameters that multiply, {heads * head} wide, {steps:,} steps of {batch * larger:.0f}"
+    )
+    return {
+        **{f"model.{name}": value for name, value in sizes.items()},
+        "trainer.train_batch_size": round(batch * larger),
+        "trainer.num_train_steps": steps,
+        "trainer.per_device_parallelism": at_once,
+        **{f"optimizer.{name}": value for name, value in scaled(optimizer).items()},
+        "optimizer.groups": groups,
+    }
+
+
+def with_depth(config: str, depth: int, law: dict[str, Any] | None, check: list[str], given: list[str]) -> list[str]:
+    """The arguments of `lmtrain train` with --depth: those of --check as they follow from it, and the given ones."""
+    if law is None:
+        fail(f"--depth: {Path(config).stem} has one size")
+    own = settings_of_depth(config, depth, law, check)
+    if taken := [name for name in own if any(f"{flag}=".startswith((f"--{name}=", f"--{name}.")) for flag in given)]:
+        fail(f"--{taken[0]}: --depth sets it")
+    kept = [flag for flag in check if flag.removeprefix("--").split("=")[0] not in own]
+    return [*kept, *(f"--{name}={json.dumps(value)}" for name, value in own.items()), *given]
+
+
 def main() -> None:
     recipes: dict[str, dict[str, Any]] = yaml.safe_load(TABLE.read_text())
     parser = argparse.ArgumentParser(
@@ -228,19 +302,29 @@ def main() -> None:
     )
     parser.add_argument("name", metavar="NAME", choices=recipes, help=f"of {', '.join(recipes)}")
     parser.add_argument("--check", action="store_true", help="everything at a small size, offline")
-    parser.add_argument("--folder", help="default: reproduced/NAME; --check works in its subfolder check")
+    parser.add_argument("--depth", type=int, metavar="D", help="number of layers, from which all other sizes follow")
+    parser.add_argument(
+        "--folder", help="default: reproduced/NAME, with _depth_D; --check works in its subfolder check"
+    )
     arguments, settings = parser.parse_known_args()
     recipe, config = recipes[arguments.name], str(RECIPES / f"{arguments.name}.yaml")
     if arguments.folder == "":
         fail("--folder: expected a folder")
     if any(setting.startswith("--trainer.id") for setting in settings):
         fail("--trainer.id: the run of a recipe has its own id; choose another --folder")
-    folder = Path(arguments.folder or ROOT / "reproduced" / arguments.name).absolute()
+    own = arguments.name if arguments.depth is None else f"{arguments.name}_depth_{arguments.depth}"
+    folder = Path(arguments.folder or ROOT / "reproduced" / own).absolute()
     folder = folder / "check" if arguments.check else folder
     fetch, make_small = DATA[recipe["data"]]
     band = recipe["check"]["band"] if arguments.check else recipe["band"]
     # the id last, since the report and the loss are those of this run
-    flags = [*(recipe["check"]["arguments"] if arguments.check else []), *settings, "--trainer.id", RUN]
+    flags = [*(recipe["check"]["arguments"] if arguments.check else []), *settings]
+    if arguments.depth is not None:
+        if not 1 <= arguments.depth <= MAX_DEPTH:
+            fail(f"--depth {arguments.depth}: expected 1 to {MAX_DEPTH}")
+        check = recipe["check"]["arguments"] if arguments.check else []
+        flags, band = with_depth(config, arguments.depth, recipe.get("depth"), check, settings), None
+    flags += ["--trainer.id", RUN]
     lmtrain(ROOT, "config", "check", config, *flags)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -253,12 +337,13 @@ def main() -> None:
     attempts = read_attempts(str(folder / f"logs/{RUN}/goodput.json"))
     # without the time between two starts
     took = sum(attempt.updated - attempt.started for attempt in attempts)
-    metrics, (low, high) = final_metrics(folder), band
+    metrics = final_metrics(folder)
     loss = metrics["eval/loss"]
     result = {
         "recipe": arguments.name,
         "check": arguments.check,
         "settings": settings,
+        "depth": arguments.depth,
         "loss": loss,
         "expected": band,
         "evaluation": metrics,
@@ -271,8 +356,9 @@ def main() -> None:
     }
     write_json(str(folder / "result.json"), result)
     name = arguments.name + (" at the size of --check" if arguments.check else "")
-    print(f"\n{name}: loss {loss:.4f}, expected {low} to {high}, in {took:.0f} s; {folder / 'result.json'}")
-    if not low <= loss <= high:
+    expected = "no expected one for this depth" if band is None else f"expected {band[0]} to {band[1]}"
+    print(f"\n{name}: loss {loss:.4f}, {expected}, in {took:.0f} s; {folder / 'result.json'}")
+    if band is not None and not band[0] <= loss <= band[1]:
         fail(f"the loss is outside of the expected band of {TABLE}", 1)
 
 

@@ -23,7 +23,7 @@ from lmtrain.lora.sites import (
     names_in_mixtures,
 )
 from lmtrain.models.config import ModelConfig
-from lmtrain.models.interface import LanguageModel
+from lmtrain.models.interface import LanguageModel, LogitCap
 from lmtrain.models.layers.linear import LORA, RATE
 from lmtrain.models.layers.quantized import QUANTIZED
 from lmtrain.models.params import abstract_params, flatten, shapes_by_path, take_scales, unflatten
@@ -111,7 +111,7 @@ class AdaptedModel:
         return self.inner.layers_of_modules()
 
     @property
-    def logit_cap(self) -> float | None:
+    def logit_cap(self) -> LogitCap | None:
         return self.inner.logit_cap
 
     @property

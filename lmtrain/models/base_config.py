@@ -25,6 +25,9 @@ class RopeConfig(Section):
         description="Base of the RoPE frequencies of sliding layers, which are not scaled (Gemma 3, OLMo 3); null: the "
         "same RoPE in all layers",
     )
+    partial_rotary_factor: float = architecture(
+        1.0, gt=0, le=1, description="Fraction of a head's dimensions, the first ones, that are rotated (GPT-NeoX)"
+    )
     factor: float = architecture(1.0, ge=1, description="Scaling factor: new context length / trained length")
     original_seq_len: int | None = architecture(
         None, ge=1, description="Trained context length in tokens; required by llama3 and yarn"
@@ -45,12 +48,16 @@ class RopeConfig(Section):
         values = self.model_dump(include=self._used)
         if self.local_theta is None or (self.type == "default" and self.local_theta == self.theta):
             del values["local_theta"]
+        if self.partial_rotary_factor == 1:
+            del values["partial_rotary_factor"]
         return values
 
     @property
     def local(self) -> "RopeConfig":
         """The RoPE of sliding layers."""
-        return self if self.local_theta is None else RopeConfig(theta=self.local_theta)
+        if self.local_theta is None:
+            return self
+        return RopeConfig(theta=self.local_theta, partial_rotary_factor=self.partial_rotary_factor)
 
     @property
     def _used(self) -> set[str]:
@@ -58,7 +65,7 @@ class RopeConfig(Section):
         names = {"default": [], "linear": ["factor"], "dynamic": ["factor", "original_seq_len"]}
         names |= {"llama3": ["factor", "original_seq_len", "low_freq_factor", "high_freq_factor"]}
         names |= {"yarn": ["factor", "original_seq_len", "beta_fast", "beta_slow"]}
-        return {"type", "theta", "local_theta", *names[self.type]}
+        return {"type", "theta", "local_theta", "partial_rotary_factor", *names[self.type]}
 
     @model_validator(mode="after")
     def _has_what_it_needs(self) -> "RopeConfig":

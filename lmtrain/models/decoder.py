@@ -14,7 +14,7 @@ from jax.nn.initializers import normal
 
 from lmtrain.models.attention.names import PLAIN
 from lmtrain.models.cache import StackCache
-from lmtrain.models.interface import NO_DOCUMENTS, Documents, Outputs
+from lmtrain.models.interface import NO_DOCUMENTS, Documents, LogitCap, Outputs
 from lmtrain.models.layers.linear import Embed
 from lmtrain.models.layers.stack import layers_of_modules, stack
 from lmtrain.sharding.placement import constrain
@@ -64,8 +64,18 @@ class Decoder(nn.Module):
         return any(mixer.forgets for mixer in self.config.mixers)
 
     @property
-    def logit_cap(self) -> float | None:
+    def logit_cap(self) -> LogitCap | None:
         return None
+
+    @property
+    def has_head_bias(self) -> bool:
+        """Whether logits have a bias."""
+        return False
+
+    @property
+    def has_embedding_norm(self) -> bool:
+        """Whether a norm follows the embeddings."""
+        return False
 
     @property
     def has_dropout(self) -> bool:
@@ -80,7 +90,9 @@ class Decoder(nn.Module):
     def setup(self) -> None:
         c = self.config
         entries, init = ("vocab", c.padded(self.vocab_size)), normal(c.initial_range(c.hidden_dim))
-        self.tokens = Embed(entries, c.hidden_dim, init, is_head=self.is_tied)
+        self.tokens = Embed(entries, c.hidden_dim, init, self.is_tied, self.is_tied and self.has_head_bias)
+        if self.has_embedding_norm:
+            self.norm_tokens = self.build_norm()
         if self.has_learned_positions:
             self.positions = Embed(("position", c.seq_len), c.hidden_dim, init)
         self.drop = nn.Dropout(self.embedding_dropout)
@@ -88,7 +100,7 @@ class Decoder(nn.Module):
         self.blocks = stack(self.block, pattern, c.num_layers, c.scan_layers, c.gradient_checkpointing)
         self.norm_final = self.build_norm()
         if not self.is_tied:
-            self.unembed = Embed(entries, c.hidden_dim, init, is_head=True)
+            self.unembed = Embed(entries, c.hidden_dim, init, True, self.has_head_bias)
 
     def __call__(self, tokens_BS: jax.Array) -> jax.Array:
         hidden = self.hidden(tokens_BS, deterministic=True)
@@ -107,10 +119,16 @@ class Decoder(nn.Module):
     def head(self) -> jax.Array:
         return (self.tokens if self.is_tied else self.unembed).embedding
 
+    def head_bias(self) -> jax.Array | None:
+        table = self.tokens if self.is_tied else self.unembed
+        return table.bias if self.has_head_bias else None
+
     def logits(self, hidden_BSD: jax.Array) -> jax.Array:
         """Float32 logits [B, S, vocab_size]."""
         logits = jnp.einsum("BSD,VD->BSV", hidden_BSD, self.head())[..., : self.vocab_size].astype(jnp.float32)
-        return logits if self.logit_cap is None else self.logit_cap * jnp.tanh(logits / self.logit_cap)
+        if (bias := self.head_bias()) is not None:
+            logits += bias[: self.vocab_size].astype(jnp.float32)
+        return logits if self.logit_cap is None else self.logit_cap(logits)
 
     def empty_cache(self, batch: int, length: int) -> Any:
         return StackCache.empty(self.config.mixers, batch, length, self.head().dtype)
@@ -122,7 +140,8 @@ class Decoder(nn.Module):
     def embed(self, tokens_BS: jax.Array) -> jax.Array:
         """The embeddings of tokens, without positions, [B, S, D]."""
         x = self.tokens(tokens_BS)
-        return x if self.embedding_scale == 1 else x * jnp.asarray(self.embedding_scale, x.dtype)
+        x = x if self.embedding_scale == 1 else x * jnp.asarray(self.embedding_scale, x.dtype)
+        return self.norm_tokens(x) if self.has_embedding_norm else x
 
     def read(self, x: jax.Array, deterministic: bool, documents: Documents) -> jax.Array:
         """Embeddings [B, S, D] -> the outputs of the stack, normalized."""

@@ -1,7 +1,7 @@
 """The interface of every language model: training, evaluation and sampling use only this."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,23 @@ class Documents(NamedTuple):
 NO_DOCUMENTS = Documents()
 
 
+class LogitCap(NamedTuple):
+    """A cap on logits l to `limit` c: c tanh(l / c) (Gemma 2), or c l / sqrt(l^2 + c^2) (modded-nanogpt)."""
+
+    limit: float
+    kind: Literal["tanh", "rsqrt"] = "tanh"
+
+    def __call__(self, logits: jax.Array) -> jax.Array:
+        if self.kind == "tanh":
+            return self.limit * jnp.tanh(logits / self.limit)
+        return self.limit * logits * jax.lax.rsqrt(jnp.square(logits) + self.limit**2)
+
+    def slope(self, capped: jax.Array) -> jax.Array:
+        """The derivative, from the value with the cap; 0 for values below the cap, which are no logits."""
+        rest = 1 - jnp.square(jnp.maximum(capped / self.limit, -1))
+        return rest if self.kind == "tanh" else rest * jnp.sqrt(rest)
+
+
 class LanguageModel(Protocol):
     """A Linen module with these methods, called through `apply(..., method=...)`."""
 
@@ -37,8 +54,8 @@ class LanguageModel(Protocol):
         """Whether the cache forgets positions, so that it cannot go back to an earlier one."""
 
     @property
-    def logit_cap(self) -> float | None:
-        """With a cap, logits are cap * tanh(hidden @ head.T / cap)."""
+    def logit_cap(self) -> LogitCap | None:
+        """The cap on logits, if there is one."""
 
     @property
     def has_dropout(self) -> bool:
@@ -65,8 +82,11 @@ class LanguageModel(Protocol):
         """Outputs besides `MAIN`, from its hidden states; each has a loss (`further_losses` of the config)."""
 
     def head(self) -> jax.Array:
-        """The head's matrix, [V, D]: logits are `hidden @ head.T`, before `logit_cap`. Rows from `vocab_size` on are
-        padding."""
+        """The head's matrix, [V, D]: logits are `hidden @ head.T + head_bias`, before `logit_cap`. Rows from
+        `vocab_size` on are padding."""
+
+    def head_bias(self) -> jax.Array | None:
+        """The bias of the logits, [V]; None: there is none."""
 
     def empty_cache(self, batch: int, length: int) -> Any:
         """A cache for `length` positions, in the type of the parameters: a tree of arrays, specific to the family."""
@@ -83,14 +103,15 @@ class LanguageModel(Protocol):
 class Head(struct.PyTreeNode):
     """An output of a model, from which logits follow: hidden states [B, S, D] and the head's matrix [V, D].
 
-    Logits are `hidden @ matrix.T`, or with a `cap` cap * tanh(that / cap); rows of the matrix from `vocab_size` on are
-    padding, None: there are none.
+    Logits are `hidden @ matrix.T`, plus the `bias` [V] and below the `cap` if there are; rows of the matrix from
+    `vocab_size` on are padding, None: there are none.
     """
 
     hidden: jax.Array
     matrix: jax.Array
     vocab_size: int | None = struct.field(pytree_node=False, default=None)
-    cap: float | None = struct.field(pytree_node=False, default=None)
+    cap: LogitCap | None = struct.field(pytree_node=False, default=None)
+    bias: jax.Array | None = None
 
 
 # The output that evaluation, sampling and most objectives read: the next token of each position.
@@ -107,5 +128,5 @@ def outputs_of(model: LanguageModel, batch: Mapping[str, jax.Array], determinist
     used = None if mask is None else jax.lax.cummax(mask.astype(jnp.int32), axis=1, reverse=True) > 0
     documents = Documents(batch.get("segments"), batch.get("positions"), used)
     hidden = model.hidden(batch["tokens"], deterministic, documents)
-    main = Head(hidden, model.head(), model.vocab_size, model.logit_cap)
+    main = Head(hidden, model.head(), model.vocab_size, model.logit_cap, model.head_bias())
     return {MAIN: main, **model.further_outputs(hidden, batch["tokens"], deterministic, documents)}

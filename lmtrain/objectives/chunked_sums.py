@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from lmtrain.models.interface import Head
+from lmtrain.models.interface import Head, LogitCap
 from lmtrain.sharding.local import num_parts, per_device, platform, scatter_sum, split_over, sum_over
 from lmtrain.sharding.placement import stream_axes
 
@@ -37,11 +37,22 @@ _TILE = 128
 _NO_TOKEN = -1e30
 
 
+class Projection(NamedTuple):
+    """A head without its hidden states: the matrix [V, D], and the bias [V] or None; or the sharding of each."""
+
+    matrix: Any
+    bias: Any
+
+    @classmethod
+    def of(cls, head: Head) -> "Projection":
+        return cls(head.matrix, head.bias)
+
+
 class Chunks(NamedTuple):
     """The split of rows and head over devices, as mesh axes, and of a device's rows into chunks.
 
     `positions` are split outside the per-device function; inside, they are gathered along the axes of `vocab`. The
-    head's rows from `vocab_size` on are padding. Logits are `cap * tanh(logits / cap)` if there is a `cap`.
+    head's rows from `vocab_size` on are padding. Logits are below the `cap` if there is one.
     """
 
     batch: tuple[str, ...]
@@ -50,14 +61,10 @@ class Chunks(NamedTuple):
     size: int
     vocab_size: int
     padded_size: int
-    cap: float | None
+    cap: LogitCap | None
 
     @classmethod
-    def of(
-        cls,
-        head: Head,
-        arrays: int = 1,
-    ) -> "Chunks":
+    def of(cls, head: Head, arrays: int = 1) -> "Chunks":
         """The split in the program being traced, for these global arrays; `arrays` of logits are in memory at once."""
         batch, positions, vocab = split_over("act_batch"), stream_axes(head.hidden.shape[1]), split_over("act_vocab")
         entries = head.matrix.shape[0]
@@ -82,7 +89,7 @@ class Chunks(NamedTuple):
 
     @property
     def of_head(self) -> PartitionSpec:
-        """The sharding of the head inside."""
+        """The sharding of the head and its bias inside."""
         return PartitionSpec(self.vocab)
 
     def cut(self, array: jax.Array) -> jax.Array:
@@ -99,18 +106,19 @@ class Chunks(NamedTuple):
         return rows.reshape(batch, length, *rows.shape[1:])
 
     def map_rows(self, function: Callable[..., Any], of: Head, *arrays_BS: jax.Array) -> Any:
-        """`function(logits [T, V], head, rows of each array [T])` of each chunk -> a tree of results, [B, S] each."""
+        """`function(logits [T, V], head's matrix, rows of each array [T])` of each chunk -> a tree of results, [B, S]
+        each."""
 
-        def local(hidden: jax.Array, head: jax.Array, *arrays: jax.Array) -> Any:
+        def local(hidden: jax.Array, head: Projection, *arrays: jax.Array) -> Any:
             def chunk(_: None, part: tuple[jax.Array, ...]) -> tuple[None, Any]:
-                return None, function(self.logits(part[0], head), head, *part[1:])
+                return None, function(self.logits(part[0], head), head.matrix, *part[1:])
 
             _, results = jax.lax.scan(chunk, None, tuple(map(self.cut, (hidden, *arrays))))
             return jax.tree.map(lambda result: self.join(result, hidden), results)
 
         rows = self.of_rows
         specs = (rows, self.of_head, *(rows for _ in arrays_BS))
-        return per_device(local, specs, rows)(of.hidden, of.matrix, *arrays_BS)
+        return per_device(local, specs, rows)(of.hidden, Projection.of(of), *arrays_BS)
 
     def first_token(self, head_VD: jax.Array) -> jax.Array | int:
         """The id of the first token in this device's part of the vocabulary."""
@@ -120,20 +128,20 @@ class Chunks(NamedTuple):
         """[V] Which entries of this device's part of the vocabulary are tokens, not padding."""
         return self.first_token(head_VD) + jnp.arange(len(head_VD)) < self.vocab_size
 
-    def logits(self, rows_TD: jax.Array, head_VD: jax.Array) -> jax.Array:
+    def logits(self, rows_TD: jax.Array, head: Projection) -> jax.Array:
         """Float32 logits [T, V] of this device's part of the vocabulary; padding has a very low logit."""
-        logits = jnp.einsum("TD,VD->TV", rows_TD, head_VD).astype(jnp.float32)
+        logits = jnp.einsum("TD,VD->TV", rows_TD, head.matrix).astype(jnp.float32)
+        if head.bias is not None:
+            logits += head.bias.astype(jnp.float32)
         if self.cap is not None:
-            logits = self.cap * jnp.tanh(logits / self.cap)
+            logits = self.cap(logits)
         if self.vocab_size == self.padded_size:
             return logits
-        return jnp.where(self.is_token(head_VD), logits, _NO_TOKEN)
+        return jnp.where(self.is_token(head.matrix), logits, _NO_TOKEN)
 
     def before_cap(self, d_logits_TV: jax.Array, logits_TV: jax.Array) -> jax.Array:
         """The gradient with respect to the products with the head; that of padding is 0."""
-        if self.cap is None:
-            return d_logits_TV
-        return d_logits_TV * (1 - jnp.square(jnp.maximum(logits_TV / self.cap, -1)))
+        return d_logits_TV if self.cap is None else d_logits_TV * self.cap.slope(logits_TV)
 
     def log_sum(self, logits_TV: jax.Array) -> jax.Array:
         """The log-sum-exp over the entire vocabulary, [T]."""
@@ -198,7 +206,7 @@ def rows_at_once(rows: int, vocab: int, kind: str) -> int:
 
 
 # Hidden states [B, S, D'] and head [V, D'] of a frozen teacher; empty without one.
-Teacher = tuple[()] | tuple[jax.Array, jax.Array]
+Teacher = tuple[()] | tuple[jax.Array, Projection]
 
 
 class Chunk(NamedTuple):
@@ -209,7 +217,7 @@ class Chunk(NamedTuple):
     logits: jax.Array
     head: jax.Array
     target: jax.Array
-    teacher: tuple[jax.Array, ...]
+    teacher: Teacher
 
     @property
     def is_target(self) -> jax.Array:
@@ -254,8 +262,8 @@ def sum_of_losses(
     """
     chunks = Chunks.of(head, arrays=1 if teacher is None else 2)
     static = _Arguments(loss, chunks, split_over("vocab"), split_over("embed"))
-    taught = () if teacher is None else (teacher.hidden, teacher.matrix)
-    return _summed(head.hidden, head.matrix, targets_BS, weights_BS, taught, static)
+    taught: Teacher = () if teacher is None else (teacher.hidden, Projection.of(teacher))
+    return _summed(head.hidden, Projection.of(head), targets_BS, weights_BS, taught, static)
 
 
 def weighted(losses_T: jax.Array, weight_T: jax.Array) -> jax.Array:
@@ -267,14 +275,14 @@ def weighted(losses_T: jax.Array, weight_T: jax.Array) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
 def _summed(
-    hidden: jax.Array, head: jax.Array, targets: jax.Array, weights: jax.Array, teacher: Teacher, static: _Arguments
+    hidden: jax.Array, head: Projection, targets: jax.Array, weights: jax.Array, teacher: Teacher, static: _Arguments
 ) -> jax.Array:
     chunks = static.chunks
 
-    def local(hidden: jax.Array, head: jax.Array, targets: jax.Array, weights: jax.Array, *teacher: jax.Array) -> Any:
+    def local(hidden: jax.Array, head: Projection, targets: jax.Array, weights: jax.Array, *teacher: Any) -> Any:
         def chunk(total: jax.Array, part: Any) -> tuple[jax.Array, None]:
             rows, target, weight, *taught = part
-            here = Chunk(chunks, chunks.logits(rows, head), head, target, (*taught, *teacher[1:]))
+            here = Chunk(chunks, chunks.logits(rows, head), head.matrix, target, (*taught, *teacher[1:]))
             return total + weighted(static.loss.values(here), weight).sum(), None
 
         parts = tuple(map(chunks.cut, (hidden, targets, weights, *teacher[:1])))
@@ -286,8 +294,8 @@ def _summed(
 
 
 def _forward(
-    hidden: jax.Array, head: jax.Array, targets: jax.Array, weights: jax.Array, teacher: Teacher, static: _Arguments
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    hidden: jax.Array, head: Projection, targets: jax.Array, weights: jax.Array, teacher: Teacher, static: _Arguments
+) -> tuple[jax.Array, tuple[jax.Array, Projection]]:
     chunks = static.chunks
     stored_vocab, stored_embed = (
         tuple(name for name in stored if name in chunks.rows) for stored in (static.stored_vocab, static.stored_embed)
@@ -296,38 +304,45 @@ def _forward(
     # the sums over parts of the vocabulary nearly cancel: in bfloat16, gradients would have twice the error
     partial_sum = jnp.float32 if chunks.vocab else hidden.dtype
 
-    def local(hidden: jax.Array, head: jax.Array, targets: jax.Array, weights: jax.Array, *teacher: jax.Array) -> Any:
+    def local(hidden: jax.Array, head: Projection, targets: jax.Array, weights: jax.Array, *teacher: Any) -> Any:
         def chunk(sums: Any, part: Any) -> tuple[Any, jax.Array]:
-            total, d_head = sums
+            total, d_matrix, d_bias = sums
             rows, target, weight, *taught = part
-            here = Chunk(chunks, chunks.logits(rows, head), head, target, (*taught, *teacher[1:]))
+            here = Chunk(chunks, chunks.logits(rows, head), head.matrix, target, (*taught, *teacher[1:]))
             losses, d_logits = static.loss.values_and_gradient(here, weight)
-            d_logits = chunks.before_cap(d_logits, here.logits).astype(rows.dtype)
-            d_head += jnp.einsum("TV,TD->VD", d_logits, rows, preferred_element_type=jnp.float32)
-            d_rows = jnp.einsum("TV,VD->TD", d_logits, head, preferred_element_type=partial_sum)
-            return (total + losses.sum(), d_head), d_rows
+            d_logits = chunks.before_cap(d_logits, here.logits)
+            d_logits = d_logits.astype(rows.dtype)
+            if d_bias is not None:  # as a product: as a sum, XLA:GPU would write the gradients in float32 for it
+                ones = jnp.ones(len(rows), rows.dtype)
+                d_bias += jnp.einsum("TV,T->V", d_logits, ones, preferred_element_type=jnp.float32)
+            d_matrix += jnp.einsum("TV,TD->VD", d_logits, rows, preferred_element_type=jnp.float32)
+            d_rows = jnp.einsum("TV,VD->TD", d_logits, head.matrix, preferred_element_type=partial_sum)
+            return (total + losses.sum(), d_matrix, d_bias), d_rows
 
-        zeros = (jnp.float32(0), jnp.zeros(head.shape, jnp.float32))
+        zeros = (jnp.float32(0), *jax.tree.map(lambda part: jnp.zeros(part.shape, jnp.float32), head))
         parts = tuple(map(chunks.cut, (hidden, targets, weights, *teacher[:1])))
-        (total, d_head), d_rows = jax.lax.scan(chunk, zeros, parts)
-        d_head = scatter_sum(scatter_sum(d_head, stored_vocab, 0), stored_embed, 1)
+        (total, d_matrix, d_bias), d_rows = jax.lax.scan(chunk, zeros, parts)
+        d_matrix = scatter_sum(scatter_sum(d_matrix, stored_vocab, 0), stored_embed, 1)
+        if d_bias is not None:
+            d_bias = sum_over((*elsewhere, *stored_embed), scatter_sum(d_bias, stored_vocab, 0))
         d_hidden = scatter_sum(chunks.join(d_rows, hidden), chunks.gathered, 1)
         missing = tuple(name for name in chunks.vocab if name not in chunks.gathered)
         d_hidden = sum_over(missing, d_hidden).astype(hidden.dtype)
-        return sum_over(chunks.rows, total), d_hidden, sum_over(elsewhere, d_head)
+        return sum_over(chunks.rows, total), d_hidden, Projection(sum_over(elsewhere, d_matrix), d_bias)
 
+    of_bias = None if head.bias is None else PartitionSpec(chunks.vocab + stored_vocab)
     gradients = (
         PartitionSpec(chunks.batch, chunks.positions),
-        PartitionSpec(chunks.vocab + stored_vocab, stored_embed),
+        Projection(PartitionSpec(chunks.vocab + stored_vocab, stored_embed), of_bias),
     )
     function = per_device(local, _specs(chunks, teacher), (PartitionSpec(), *gradients))
     total, d_hidden, d_head = function(hidden, head, targets, weights, *teacher)
-    return total, (d_hidden, d_head.astype(head.dtype))
+    return total, (d_hidden, jax.tree.map(lambda gradient, part: gradient.astype(part.dtype), d_head, head))
 
 
-def _backward(static: _Arguments, gradients: tuple[jax.Array, jax.Array], upstream: jax.Array) -> tuple[Any, ...]:
-    d_hidden, d_head = gradients
-    return (upstream * d_hidden).astype(d_hidden.dtype), (upstream * d_head).astype(d_head.dtype), None, None, None
+def _backward(static: _Arguments, gradients: tuple[jax.Array, Projection], upstream: jax.Array) -> tuple[Any, ...]:
+    scaled = jax.tree.map(lambda gradient: (upstream * gradient).astype(gradient.dtype), gradients)
+    return *scaled, None, None, None
 
 
 _summed.defvjp(_forward, _backward)

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from lmtrain.models.interface import MAIN, Head, Outputs
+from lmtrain.models.interface import MAIN, Head, LogitCap, Outputs
 from lmtrain.objectives.chunked_sums import Chunk, sum_of_losses, weighted
 from lmtrain.objectives.config import DistillConfig
 from lmtrain.objectives.cross_entropy import next_token_targets
@@ -30,7 +30,7 @@ class _Divergence:
 
     temperature: float
     alpha: float
-    teacher_cap: float | None
+    teacher_cap: LogitCap | None
 
     def values(self, chunk: Chunk) -> jax.Array:
         return self._values_and_gradient(chunk)[0]

@@ -41,6 +41,11 @@ class GroupConfig(Section):
     )
     beta1: float | None = tunable(None, ge=0, lt=1, description="Adam's first decay; null: the optimizer's")
     beta2: float | None = tunable(None, ge=0, lt=1, description="Adam's second decay; null: the optimizer's")
+    initial_std: float | None = tunable(
+        None,
+        ge=0,
+        description="Standard deviation of the initial values, of matrices and embeddings; 0: zeros; null: the model's",
+    )
 
     @field_validator("match")
     @classmethod

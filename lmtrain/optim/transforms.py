@@ -1,6 +1,7 @@
 """Transformations of gradients that Optax lacks: float32 moments, skipped steps, Sophia, the mask of weight decay."""
 
 import re
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -182,6 +183,8 @@ def scale_by_sophia(config: SophiaConfig) -> optax.GradientTransformationExtraAr
 _MATRICES = ("kernel", "lora_a", "lora_b")
 
 
+# Ends of the paths of parameters whose initial values are random.
+_WITH_STD = ("/kernel", "/embedding")
 _NO_GROUP = GroupConfig.model_construct(match="")
 
 
@@ -192,6 +195,18 @@ def groups_of(config: ScheduleConfig, params: Any) -> Any:
     )
 
 
+def initial_values(config: ScheduleConfig, key: jax.Array, params: Any) -> Any:
+    """New parameters, with those of groups that have an `initial_std` replaced, each drawn from `key` and its path."""
+
+    def one(path: str, group: GroupConfig, value: jax.Array) -> jax.Array:
+        if group.initial_std is None:
+            return value
+        own = jax.random.fold_in(key, zlib.crc32(path.encode()))
+        return (group.initial_std * jax.random.normal(own, value.shape)).astype(value.dtype)
+
+    return jax.tree.map(one, _paths(params), groups_of(config, params), params)
+
+
 def check_groups(config: ScheduleConfig, params: Any, labels: Any) -> None:
     """Raise `UserError` for a group without effect. `labels` are `adam` for the parameters that Adam updates."""
     paths = jax.tree.leaves(_paths(params))
@@ -200,6 +215,10 @@ def check_groups(config: ScheduleConfig, params: Any, labels: Any) -> None:
         name = f"optimizer.groups[{number}]: {group.match!r}"
         if not any(re.match(group.match, path) for path in paths):
             raise UserError(f"{name} matches no parameter path; expected one of {', '.join(paths)}")
+        if group.initial_std is not None and any(
+            other is group and not path.endswith(_WITH_STD) for path, (other, _) in zip(paths, chosen, strict=True)
+        ):
+            raise UserError(f"{name} has an initial_std, which is for paths that end in {' or '.join(_WITH_STD)}")
         own = [label for other, label in chosen if other is group]
         if not own:
             raise UserError(f"{name} matches only parameters of earlier groups; put it before them, or remove it")

@@ -100,6 +100,7 @@ class RunConfig(HuggingFaceConfig):
         self._check_lora()
         self._check_objective(given)
         self._check_transfer()
+        self._check_groups()
         if self.optimizer.hessian == "hutchinson" and self.model.mixture:
             raise field_error("optimizer.type", "sophia-h needs second derivatives, which experts lack; use sophia-g")
         if self.use_hf_model_config and not self.initialize_from_hf:
@@ -163,6 +164,12 @@ class RunConfig(HuggingFaceConfig):
                 f"{kind} tunes a model, relative to which preferences are learned; set initialize_from_hf or "
                 "initialize_from_checkpoint_path",
             )
+
+    def _check_groups(self) -> None:
+        """Raise an error for initial values in a run that does not begin with new ones."""
+        for name in ("initialize_from_hf", "initialize_from_checkpoint_path"):
+            if getattr(self, name) and any(group.initial_std is not None for group in self.optimizer.groups):
+                raise field_error("optimizer.groups", f"initial_std has no effect with {name}; remove it")
 
     def _check_lora(self) -> None:
         """Raise an error for settings that do not fit LoRA."""

@@ -168,7 +168,7 @@ class TwoTokenLM(nn.Module):
     attention: str = "xla"
     has_dropout: bool = False
     forgets: bool = False
-    logit_cap: float | None = None
+    logit_cap: Any = None
 
     def setup(self) -> None:
         embed = ("embed", self.hidden_dim)
@@ -189,6 +189,9 @@ class TwoTokenLM(nn.Module):
 
     def head(self) -> jax.Array:
         return self.tokens.embedding
+
+    def head_bias(self) -> None:
+        return None
 
     def further_outputs(self, *_: Any) -> dict[str, Any]:
         return {}

@@ -19,10 +19,12 @@ from lmtrain.sharding.config import PartitioningConfig
 from lmtrain.sharding.mesh import build_layout
 from lmtrain.train.step.state import state_shardings
 
-TENSOR = PartitioningConfig(model_axis_size=2, tensor_parallel_axes=["mlp", "heads"], axis_resources={"kv_heads": None})
+SPLIT_OVER = ["mlp", "heads", "vocab"]
+TENSOR = PartitioningConfig(model_axis_size=2, tensor_parallel_axes=SPLIT_OVER, axis_resources={"kv_heads": None})
 # number of devices, mesh, number of microbatches
 MESHES = {"one": (1, PartitioningConfig(), 1), "fsdp": (8, PartitioningConfig(), 2), "fsdp and tensor": (8, TENSOR, 4)}
-CAPS = {"attention_logit_cap": 2.0, "final_logit_cap": 3.0}
+CAPS = {"attention_logit_cap": 2.0, "final_logit_cap": 3.0, "final_logit_cap_type": "rsqrt"}
+MODERN = CAPS | {"use_head_bias": True, "embedding_norm": True, "rope": {"partial_rotary_factor": 0.5}}
 ALL = PartitioningConfig(expert_axis_size=2, context_axis_size=2, model_axis_size=2, tensor_parallel_axes=["mlp"])
 EXPERTS = {"one": MESHES["one"], "fsdp and experts": (8, PartitioningConfig(expert_axis_size=4), 2), "all": (8, ALL, 1)}
 CONTEXT = PartitioningConfig(context_axis_size=2)
@@ -33,7 +35,7 @@ QUICK = {"gradient_checkpointing": False}  # compiles sooner; the mixture recomp
 TWO = build_model(two_output_config(num_layers=1, **QUICK), families.VOCAB)
 # model, meshes, those that only long tests compile, arguments of the step
 MODELS = {
-    "window": (families.window_model(4, **CAPS, **QUICK), MESHES, ["fsdp"], {}),
+    "window": (families.window_model(4, **MODERN, **QUICK), MESHES, ["fsdp"], {}),
     "auxiliary": (families.auxiliary_model(**QUICK), MESHES, ["fsdp"], {}),
     "mixer": (build_model(conv_config(2, **QUICK), families.VOCAB), MESHES, ["fsdp"], {}),
     "outputs": (TWO, SPLIT, ["fsdp and tensor"], {"objective": two_output_objective()}),

@@ -7,7 +7,7 @@ import pytest
 import torch
 from models import quick
 
-from lmtrain.models.interface import MAIN, Head
+from lmtrain.models.interface import MAIN, Head, LogitCap
 from lmtrain.objectives.config import DistillConfig
 from lmtrain.objectives.distillation import TAUGHT
 from lmtrain.train.step.state import TEACHER, TrainState
@@ -55,8 +55,8 @@ def test_loss_and_gradients_equal_those_of_torch(chunks, temperature, alpha, cap
     objective = config.build(0.0)
 
     def loss(hidden, head):
-        batch = BATCH | {TAUGHT: Head(THEIRS, THEIR_HEAD, VOCAB, their_cap)}
-        return objective.loss_sum({MAIN: Head(hidden, head, VOCAB, cap)}, batch).total
+        batch = BATCH | {TAUGHT: Head(THEIRS, THEIR_HEAD, VOCAB, their_cap and LogitCap(their_cap))}
+        return objective.loss_sum({MAIN: Head(hidden, head, VOCAB, cap and LogitCap(cap))}, batch).total
 
     expected, *gradients = by_torch(temperature, alpha, cap, their_cap)
     assert float(loss(HIDDEN, HEAD)) == pytest.approx(expected, rel=1e-5)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lmtrain.models.interface import Head
+from lmtrain.models.interface import Head, LogitCap
 from lmtrain.objectives.cross_entropy import CrossEntropyRow, next_token_targets
 from lmtrain.objectives.row_losses import sum_of_row_losses
 
@@ -51,22 +51,27 @@ def test_values_and_gradients_equal_the_naive_formula(chunks):
         np.testing.assert_allclose(gradients[1], d_head, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("vocab_size", [V, V - 3])
-def test_capped_logits(chunks, vocab_size):
-    """Value and gradients of the loss of cap * tanh(logits / cap), by JAX's own derivatives."""
-    cap, mask = 1.5, MASKS["some"]
-    targets = TARGETS % vocab_size
+FORMULAS = {"tanh": lambda x: 1.5 * jnp.tanh(x / 1.5), "rsqrt": lambda x: 1.5 * x / jnp.sqrt(x**2 + 1.5**2)}
 
-    def plain(hidden, head):
-        logits = cap * jnp.tanh(jnp.einsum("bsd,vd->bsv", hidden, head[:vocab_size]) / cap)
+
+@pytest.mark.parametrize("vocab_size", [V, V - 3])
+@pytest.mark.parametrize("kind", FORMULAS)
+def test_logits_with_a_bias_and_a_cap(chunks, vocab_size, kind):
+    """Value and gradients, by JAX's own derivatives."""
+    mask, targets = MASKS["some"], TARGETS % vocab_size
+
+    def plain(hidden, head, bias):
+        logits = FORMULAS[kind](jnp.einsum("bsd,vd->bsv", hidden, head[:vocab_size]) + bias[:vocab_size])
         return -(jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], 2)[..., 0] * mask).sum()
 
-    def capped(hidden, head):
-        return sum_of_row_losses(CrossEntropyRow(), Head(hidden, head, vocab_size, cap), targets, mask)
+    def capped(hidden, head, bias):
+        of = Head(hidden, head, vocab_size, LogitCap(1.5, kind), bias)
+        return sum_of_row_losses(CrossEntropyRow(), of, targets, mask)
 
-    (value, found), (loss, expected) = (jax.value_and_grad(f, (0, 1))(HIDDEN, HEAD) for f in (capped, plain))
+    arrays = HIDDEN, HEAD, HEAD[:, 0] * 3
+    (value, found), (loss, expected) = (jax.value_and_grad(f, (0, 1, 2))(*arrays) for f in (capped, plain))
     assert float(value) == pytest.approx(float(loss), rel=1e-5)
-    assert float(capped(HIDDEN, HEAD)) == pytest.approx(float(loss), rel=1e-5)
+    assert float(capped(*arrays)) == pytest.approx(float(loss), rel=1e-5)
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
 

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from lmtrain.optim.config import AdafactorConfig, AdamConfig, LionConfig, MuonConfig, SophiaGConfig, SophiaHConfig
 from lmtrain.optim.optimizer import LearningRateState, build_optimizer
+from lmtrain.optim.transforms import initial_values
 from lmtrain.runtime.errors import UserError
 
 RNG = np.random.default_rng(0)
@@ -169,12 +170,25 @@ def test_groups_keep_the_state_of_the_optimizer_so_that_a_run_resumes_with_other
         (AdamConfig, [{"match": "blocks", "learning_rate": 1}], 0),
         (AdamConfig, [{"match": "layer", "learning_rate": 1}, {"match": "layer/kernel", "weight_decay": 0}], 1),
         (MuonConfig, [{"match": "layer/kernel", "beta2": 0.5}], 0),
+        (AdamConfig, [{"match": "layer", "initial_std": 0.5}], 0),
     ],
-    ids=["matches nothing", "behind an earlier one", "betas of Muon's matrices"],
+    ids=["matches nothing", "behind an earlier one", "betas of Muon's matrices", "initial values of biases"],
 )
 def test_groups_without_effect_are_errors(config, groups, number):
     with pytest.raises(UserError, match=rf"optimizer\.groups\[{number}\]: '{groups[number]['match']}'"):
         build_optimizer(config(groups=groups), lambda _: 0.1, AXES).init(PARAMS)
+
+
+def test_initial_values_of_a_group_are_random_ones_of_its_own():
+    groups = [{"match": "tokens", "initial_std": 2.0}, {"match": "layer/kernel", "initial_std": 0.0}]
+    params = {part: {name: jnp.ones((64, 64)) for name in values} for part, values in PARAMS.items()}
+    found = initial_values(AdamConfig(groups=groups), jax.random.key(0), params)
+    assert float(found["tokens"]["embedding"].std()) == pytest.approx(2.0, rel=0.05)
+    assert float(found["tokens"]["embedding"].mean()) == pytest.approx(0.0, abs=0.1)
+    assert not found["layer"]["kernel"].any()
+    assert all((found[part][name] == 1).all() for part, name in (("layer", "bias"), ("norm", "scale")))
+    other = initial_values(AdamConfig(groups=groups[:1]), jax.random.key(1), params)
+    assert (other["tokens"]["embedding"] != found["tokens"]["embedding"]).any()
 
 
 def test_settings_of_groups_are_checked():

@@ -53,6 +53,7 @@ SHAPES = {
 
 def build_step(config: Any, adam: Any, vocab: int, rows: int) -> tuple[Any, Any, Any, Any]:
     """Model, layout, initial state and training step, in float32 on one device, of `rows` sequences at once."""
+    from lmtrain.models.params import parameter_axes
     from lmtrain.models.registry import build_model
     from lmtrain.objectives.cross_entropy import CrossEntropy
     from lmtrain.objectives.interface import LOSS, Weighted
@@ -66,7 +67,7 @@ def build_step(config: Any, adam: Any, vocab: int, rows: int) -> tuple[Any, Any,
     layout = build_layout(PartitioningConfig())
     model = build_model(config, vocab)
     schedule = build_schedule(adam, 1000)
-    optimizer = build_optimizer(adam, schedule)
+    optimizer = build_optimizer(adam, schedule, parameter_axes(model))
     abstract, shardings = state_shardings(model, optimizer, layout, "float32")
     state = init_state(model, optimizer, abstract, shardings, seed=0)
     step = build_train_step(

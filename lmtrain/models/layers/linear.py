@@ -301,15 +301,20 @@ add_bias.defvjp(_bias_forward, _bias_backward)
 
 
 class Embed(nn.Module):
-    """A table of vectors, [entries, embed]; called with ids [B, S] it returns their rows. It can also be the head."""
+    """A table of vectors, [entries, embed]; called with ids [B, S] it returns their rows. It can also be the head, with
+    a bias [entries] of the logits."""
 
     entries: tuple[str, int]
     embed: int
     kernel_init: Initializer
     is_head: bool = False
+    has_bias: bool = False
 
     def setup(self) -> None:
         dims = (self.entries, ("embed", self.embed))
+        if self.has_bias:
+            zeros = declare(nn.initializers.zeros, dims[:1])
+            self.bias = self.param("bias", zeros, sizes(dims[:1]), jnp.float32)
         table = self.param("embedding", declare(self.kernel_init, dims), sizes(dims), jnp.float32)
         self.embedding = gather_table(table) if self.is_head else table
 

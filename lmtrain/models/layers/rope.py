@@ -4,6 +4,9 @@ Dimension t of the first half of a head and dimension t of the second form a pla
 
     frequency[t] = theta ** (-2 t / C)
 
+With `partial_rotary_factor`, these are the first C dimensions of a head (Black et al. 2022, GPT-NeoX); the others are
+not rotated.
+
 To extend the context beyond the trained length, frequencies are scaled (RopeConfig.type):
 
     linear    all frequencies divided by factor (Chen et al. 2023)
@@ -23,6 +26,7 @@ from lmtrain.models.base_config import RopeConfig
 
 def frequencies(config: RopeConfig, head_dim: int, seq_len: int) -> np.ndarray:
     """Radians per position of each plane, float32 [C / 2]; `seq_len` is the maximum context."""
+    head_dim = round(head_dim * config.partial_rotary_factor)
     base = np.arange(0, head_dim, 2, dtype=np.float64) / head_dim
     theta = config.theta
     original = config.original_seq_len or seq_len
@@ -63,8 +67,13 @@ def _yarn_ramp(config: RopeConfig, head_dim: int, original: int) -> np.ndarray:
 def rotate(x_BSHC: jax.Array, positions_BS: jax.Array, frequency: np.ndarray, scale: float) -> jax.Array:
     """`x` rotated by the angles of its positions, in float32, and multiplied by `scale`.
 
-    Positions that are the same for all sequences are [1, S].
+    Positions that are the same for all sequences are [1, S]. Dimensions after those of `frequency` are not rotated.
     """
+    rotated = 2 * len(frequency)
+    if rotated < x_BSHC.shape[-1]:
+        first = rotate(x_BSHC[..., :rotated], positions_BS, frequency, scale)
+        rest = x_BSHC[..., rotated:]
+        return jnp.concatenate([first, rest if scale == 1 else (rest * scale).astype(rest.dtype)], axis=-1)
     angles = positions_BS[:, :, None, None].astype(jnp.float32) * frequency
     cos, sin = jnp.cos(angles) * scale, jnp.sin(angles) * scale
     return _turn(x_BSHC, jnp.concatenate([cos, cos], axis=-1), jnp.concatenate([-sin, sin], axis=-1))

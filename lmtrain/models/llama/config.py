@@ -70,6 +70,7 @@ class LlamaConfig(BaseModelConfig):
     use_bias: bool = architecture(False, description="Add biases to the linear layers of attention")
     use_qkv_bias: bool = architecture(False, description="Add biases to queries, keys and values only (Qwen2)")
     use_mlp_bias: bool = architecture(False, description="Add biases to the linear layers of the MLP")
+    use_head_bias: bool = architecture(False, description="Add a bias to the logits")
     sliding_window: int | None = architecture(
         None,
         ge=1,
@@ -85,7 +86,11 @@ class LlamaConfig(BaseModelConfig):
         None, gt=0, description="Cap on attention scores s: cap * tanh(s / cap) (Gemma 2); null: none"
     )
     final_logit_cap: float | None = architecture(
-        None, gt=0, description="Cap on the logits l of the head: cap * tanh(l / cap) (Gemma 2); null: none"
+        None, gt=0, description="Cap on the logits l of the head, by final_logit_cap_type; null: none"
+    )
+    final_logit_cap_type: Literal["tanh", "rsqrt"] = architecture(
+        "tanh",
+        description="tanh: cap * tanh(l / cap) (Gemma 2); rsqrt: cap * l / sqrt(l^2 + cap^2) (modded-nanogpt)",
     )
     query_pre_attn_scalar: float | None = architecture(
         None, gt=0, description="Attention scores are multiplied by this ** -0.5 (Gemma 2, Gemma 3); null: head_dim"
@@ -101,6 +106,7 @@ class LlamaConfig(BaseModelConfig):
     )
     norm_offset: bool = architecture(False, description="Scale norms by 1 + weight (Gemma)")
     scale_embeddings: bool = architecture(False, description="Multiply the embeddings by sqrt(hidden_dim) (Gemma)")
+    embedding_norm: bool = architecture(False, description="Normalize the embeddings (modded-nanogpt)")
     tie_word_embeddings: bool = architecture(False, description="Tie the output head to the embedding table")
     rope: RopeConfig = architecture(default_factory=RopeConfig, description="Rotary positions")
     moe: MoeConfig | None = architecture(
@@ -141,8 +147,17 @@ class LlamaConfig(BaseModelConfig):
             raise field_error("rope", "local_theta is for sliding layers with RoPE, which layer_pattern does not have")
         if rotated == {"sliding"} and self.rope.local_theta is not None:
             raise field_error("rope", "only sliding layers have RoPE: set theta instead of local_theta")
+        if self.rope.partial_rotary_factor < 1 and self.head_width * self.rope.partial_rotary_factor % 2:
+            rotated_dims = self.head_width * self.rope.partial_rotary_factor
+            raise field_error("rope", f"partial_rotary_factor rotates {rotated_dims:g} dimensions; use an even number")
         if self.rope != RopeConfig() and not rotated:
             raise field_error("rope", "no layer of layer_pattern has RoPE; remove it")
+        return self
+
+    @model_validator(mode="after")
+    def _cap_is_used(self) -> "LlamaConfig":
+        if self.final_logit_cap is None and self.final_logit_cap_type != "tanh":
+            raise field_error("final_logit_cap_type", "has no effect without final_logit_cap; set it, or remove this")
         return self
 
     @model_validator(mode="after")

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from jax.nn.initializers import normal
 
 from lmtrain.models.decoder import Decoder
-from lmtrain.models.interface import NO_DOCUMENTS, Documents
+from lmtrain.models.interface import NO_DOCUMENTS, Documents, LogitCap
 from lmtrain.models.layers.block import Attention, Block
 from lmtrain.models.layers.linear import Linear
 from lmtrain.models.layers.mlp import Mlp, RmsNorm
@@ -141,8 +141,17 @@ class LlamaLM(Decoder):
         return tuple(self.config.of_kind(kind) for kind in kinds)
 
     @property
-    def logit_cap(self) -> float | None:
-        return self.config.final_logit_cap
+    def logit_cap(self) -> LogitCap | None:
+        limit = self.config.final_logit_cap
+        return None if limit is None else LogitCap(limit, self.config.final_logit_cap_type)
+
+    @property
+    def has_head_bias(self) -> bool:
+        return self.config.use_head_bias
+
+    @property
+    def has_embedding_norm(self) -> bool:
+        return self.config.embedding_norm
 
     @property
     def embedding_scale(self) -> float:

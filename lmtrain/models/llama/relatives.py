@@ -23,6 +23,9 @@ _LLAMA: dict[str, Any] = {
     "attention_logit_cap": None,
     "final_logit_cap": None,
     "query_pre_attn_scalar": None,
+    "final_logit_cap_type": "tanh",
+    "use_head_bias": False,
+    "embedding_norm": False,
 }
 
 
@@ -202,7 +205,7 @@ def relative_of(config: LlamaConfig) -> str:
     named = [f"model.{name}: {ours[name]}" for name in unusual]
     named += ["model.layer_pattern"] * bool(differences[closest] & {"layer_pattern"})
     named += [f"model.{name}" for name in sorted(differences[closest]) if name.startswith("moe")]
-    named += ["model.rope.local_theta"] * bool(differences[closest] & {"rope.local_theta"})
+    named += [f"model.{name}" for name in sorted(differences[closest]) if name.startswith("rope")]
     raise UserError(
         f"{', '.join(named)}{' together' if len(named) > 1 else ''}: transformers has no such model type, so that the "
         f"model cannot be exported; {closest} is closest, but for {', '.join(sorted(differences[closest]))}"
@@ -234,6 +237,8 @@ def _differences(config: LlamaConfig, ours: Mapping[str, Any], relative: Relativ
     if not relative.has_nope and not all(kind.rope for kind in config.kinds):
         differ.add("layer_pattern")
     differ |= _expert_differences(config, relative.experts)
+    if config.rope.partial_rotary_factor != 1:
+        differ.add("rope.partial_rotary_factor")
     if not _has_local_rope(config, relative):
         differ.add("rope.local_theta")
     return differ

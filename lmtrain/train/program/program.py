@@ -21,6 +21,7 @@ from lmtrain.models.registry import build_model
 from lmtrain.objectives.cross_entropy import build_objective
 from lmtrain.optim.optimizer import build_optimizer
 from lmtrain.optim.schedules import build_schedule
+from lmtrain.optim.transforms import initial_values
 from lmtrain.run.config import RunConfig
 from lmtrain.run.trainer import Batching, check_seq_len, choose_batching
 from lmtrain.runtime.accelerators import (
@@ -99,6 +100,7 @@ class Program:
             self.abstract,
             self.shardings,
             seed=self.config.trainer.seed,
+            initial=partial(initial_values, self.config.optimizer),
             factors=self.factors,
             frozen=self.frozen,
             given=given,

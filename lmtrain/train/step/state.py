@@ -155,6 +155,10 @@ def state_shardings(
     )
 
 
+# Number of the key of `initial`, among those of a run's seed.
+_INITIAL = 2
+
+
 def init_state(
     model: LanguageModel,
     optimizer: optax.GradientTransformation,
@@ -162,14 +166,16 @@ def init_state(
     shardings: TrainState,
     *,
     seed: int,
+    initial: Callable[[jax.Array, Any], Any] = lambda key, params: params,
     factors: Mapping[str, Any] | None = None,
     frozen: Mapping[str, Frozen] | None = None,
     given: Mapping[str, Any] | None = None,
 ) -> TrainState:
     """An initial state, each array computed on its devices. The same seed gives the same values on any mesh.
 
-    `given` are parameters of `frozen` models by name; those of the others are initialized too. `factors` of the
-    transfer between sizes, if any: new parameters are multiplied by `initial`, and `offset` is added.
+    `given` are parameters of `frozen` models by name; those of the others are initialized too. `initial` changes new
+    parameters, with a key; then, with `factors` of the transfer between sizes, they are multiplied by their `initial`,
+    and `offset` is added.
     """
     given = dict(given or {})
     rest = {name: each for name, each in (frozen or {}).items() if name not in given}
@@ -177,6 +183,7 @@ def init_state(
     def init(key: jax.Array, given: Mapping[str, Any]) -> TrainState:
         new = {name: each.new(key) for name, each in rest.items()}
         params = new_params(model, key, abstract.params, {**given, **new}.get(BASE))
+        params = initial(jax.random.fold_in(key, _INITIAL), params)
         if factors is not None:
             params = jax.tree.map(_scaled, params, factors["initial"], factors["offset"])
         ema_params = None if abstract.ema_params is None else new_average(params)

@@ -32,6 +32,14 @@ def test_position_zero_is_not_rotated_and_norms_are_preserved():
     np.testing.assert_allclose(jnp.linalg.norm(turned, axis=-1), jnp.linalg.norm(x, axis=-1), rtol=1e-5)
 
 
+def test_only_a_part_of_a_head_is_rotated():
+    config = RopeConfig(theta=100.0, partial_rotary_factor=0.5)
+    x = jnp.asarray(RNG.normal(size=(2, 5, 3, 16)), jnp.float32)
+    turned = rotate(x, jnp.arange(5)[None], frequencies(config, 16, 64), 1.0)
+    first = rotate(x[..., :8], jnp.arange(5)[None], frequencies(RopeConfig(theta=100.0), 8, 64), 1.0)
+    np.testing.assert_array_equal(turned, jnp.concatenate([first, x[..., 8:]], axis=-1))
+
+
 def test_default_and_linear():
     np.testing.assert_allclose(frequencies(RopeConfig(theta=100.0), 8, 64), PLAIN, rtol=1e-6)
     stretched = frequencies(RopeConfig(type="linear", factor=4.0, theta=100.0), 8, 64)

@@ -1,13 +1,19 @@
-"""Llama: the residual stream inside a block."""
+"""Llama: the residual stream inside a block, and settings of embeddings, head and positions."""
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
+from models import quick
+from pydantic import ValidationError
 
 from lmtrain.models.interface import Documents
 from lmtrain.models.llama.config import LlamaConfig
 from lmtrain.models.llama.model import LlamaBlock
+from lmtrain.models.llama.relatives import relative_of
+from lmtrain.models.registry import build_model
+from lmtrain.runtime.errors import UserError
 
 SIZES = {"hidden_dim": 16, "intermediate_dim": 24, "num_heads": 4, "num_kv_heads": 2, "num_layers": 3, "seq_len": 8}
 
@@ -25,3 +31,53 @@ def test_the_stream_of_a_bfloat16_block_is_rounded_only_at_its_end():
     out, _ = jax.jit(lambda p: block.apply({"params": p}, x, 0, True, Documents()))(params)
     assert out.dtype == jnp.bfloat16
     np.testing.assert_array_equal(out.astype(np.float32), 1 + 2**-7)
+
+
+def test_norm_of_embeddings_bias_and_cap_of_the_head():
+    """The logits of the same model with normalized embeddings, plus the bias, below the cap; with a cache, too."""
+    sizes = SIZES | {"tie_word_embeddings": False, "pad_vocab_to_multiple_of": 8, "initializer_range": 0.5}
+    settings = {"embedding_norm": True, "use_head_bias": True, "final_logit_cap": 2.0, "final_logit_cap_type": "rsqrt"}
+    plain, model = (build_model(LlamaConfig(**sizes, **more), 11) for more in ({}, settings))
+    params = quick.random_params(model)
+    tokens = np.random.default_rng(0).integers(0, 11, (2, 8))
+    found = jax.jit(lambda p: model.apply({"params": p}, tokens))(params)
+
+    table = params["tokens"]["embedding"]
+    table = table / np.sqrt(np.square(table).mean(-1, keepdims=True) + 1e-5) * params["norm_tokens"]["scale"]
+    without = {name: part for name, part in params.items() if name != "norm_tokens"}
+    without |= {"tokens": {"embedding": table}, "unembed": {"embedding": params["unembed"]["embedding"]}}
+    logits = jax.jit(lambda p: plain.apply({"params": p}, tokens))(without) + params["unembed"]["bias"][:11]
+    np.testing.assert_allclose(found, 2 * logits / np.sqrt(np.square(logits) + 4), rtol=1e-4, atol=1e-5)
+
+    cache = model.apply({"params": params}, 2, 8, method="empty_cache")
+    parts = []
+    for begin in (0, 5):
+        part = tokens[:, begin : begin + 5]
+        more, cache = model.apply({"params": params}, part, cache, begin, method="extend")
+        parts.append(more)
+    np.testing.assert_allclose(np.concatenate(parts, 1), found, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"final_logit_cap_type": "rsqrt"}, "without final_logit_cap"),
+        ({"rope": {"partial_rotary_factor": 0.3}}, "partial_rotary_factor"),
+    ],
+)
+def test_settings_without_effect_are_errors(settings, named):
+    with pytest.raises(ValidationError, match=named):
+        LlamaConfig(**SIZES, **settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"embedding_norm": True}, "embedding_norm"),
+        ({"use_head_bias": True}, "use_head_bias"),
+        ({"rope": {"partial_rotary_factor": 0.5}}, "rope.partial_rotary_factor"),
+    ],
+)
+def test_what_transformers_lacks_is_named_by_the_export(settings, named):
+    with pytest.raises(UserError, match=named):
+        relative_of(LlamaConfig(**SIZES, **settings))
