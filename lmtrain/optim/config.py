@@ -253,6 +253,12 @@ class MuonConfig(ClippedConfig):
     use_kimi_scaling: bool = tunable(
         False, description="Scale updates to match Adam's, by 0.2 * sqrt(larger dimension) (Liu et al. 2025)"
     )
+    qk_clip: float | None = tunable(
+        None,
+        gt=0,
+        description="QK-clip: after an update, scale down queries and keys of heads whose highest attention score in "
+        "the batch was above this; 100 in Kimi K2. null: off",
+    )
     beta1: float = tunable(0.9, ge=0, lt=1, description="Adam: decay of the first moment per step")
     beta2: float = tunable(0.95, ge=0, lt=1, description="Adam: decay of the second moment per step")
     epsilon: float = tunable(1e-8, gt=0, description="Adam: constant added to the root of the second moment")

@@ -19,6 +19,7 @@ from lmtrain.optim.config import (
     SophiaConfig,
 )
 from lmtrain.optim.muon import labels_of, muon_or_adam
+from lmtrain.optim.qk_clip import clip_qk
 from lmtrain.optim.schedules import Schedule
 from lmtrain.optim.transforms import (
     check_groups,
@@ -45,7 +46,8 @@ def build_optimizer(
     """update = -rate * (direction(gradients, clipped) + weight_decay * parameter, where it decays).
 
     `axes` are the logical names of each parameter's dimensions, which Muon and Adafactor need. In addition to
-    gradients, state and parameters, `update` takes `loss` (for `skip_bad_steps`) and `hessian` (for Sophia). `factors`
+    gradients, state and parameters, `update` takes `loss` (for `skip_bad_steps`), `hessian` (for Sophia) and `scores`
+    (for `qk_clip`). `factors`
     are trees like the parameters, `gradient`, `epsilon` and `rate`: of the gradient before it is clipped, of Adam's
     epsilon, and of the learning rate of the direction, but not of weight decay; None: 1.
     """
@@ -63,7 +65,10 @@ def build_optimizer(
     update: optax.GradientTransformation = optax.chain(*direction, *decay)
     if isinstance(config, AdamConfig) and config.skip_step is not None:
         update = skip_bad_steps(update, config.skip_step.rolling_interval_length, config.skip_step.sigma_factor)
-    return optax.chain(update, scale_by_learning_rate(schedule))
+    complete = optax.chain(update, scale_by_learning_rate(schedule))
+    if isinstance(config, MuonConfig) and config.qk_clip is not None:
+        return clip_qk(complete, config.qk_clip, axes)
+    return complete
 
 
 def _multiply(factors: Any) -> optax.GradientTransformation:

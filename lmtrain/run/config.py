@@ -166,7 +166,9 @@ class RunConfig(HuggingFaceConfig):
             )
 
     def _check_groups(self) -> None:
-        """Raise an error for initial values in a run that does not begin with new ones."""
+        """Raise an error for initial values and QK-clip without effect."""
+        if getattr(self.optimizer, "qk_clip", None) is not None and getattr(self.model, "qk_norm", "none") != "none":
+            raise field_error("optimizer.qk_clip", "has no effect with model.qk_norm, which scales scores; remove one")
         for name in ("initialize_from_hf", "initialize_from_checkpoint_path"):
             if getattr(self, name) and any(group.initial_std is not None for group in self.optimizer.groups):
                 raise field_error("optimizer.groups", f"initial_std has no effect with {name}; remove it")

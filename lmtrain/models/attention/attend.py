@@ -76,6 +76,46 @@ def attend(
     return jnp.einsum("BKST,BKTC->BKSC", weights, v_BKTC).reshape(*q_BHSC.shape[:3], v_BKTC.shape[-1])
 
 
+# The collection of variables with the highest score of each head in a batch, and the name in it.
+SCORES, HIGHEST = "attention_scores", "highest"
+_QUERIES_AT_ONCE = 512
+
+
+def highest_scores(
+    q_BHSC: jax.Array,
+    k_BKSC: jax.Array,
+    scale: jax.Array | float,
+    window: int | None = None,
+    segments_BS: jax.Array | None = None,
+) -> jax.Array:
+    """The highest score of each head between a query and a key that it sees, before a cap and ALiBi. -> float32 [H]
+
+    Computed in blocks of queries by the plain formula, since no kernel of attention returns it: a quarter more FLOPs of
+    attention in the forward pass, and the scores once through memory.
+    """
+    q_BHSC, k_BKSC = jax.lax.stop_gradient((q_BHSC, k_BKSC))
+    batch, heads, length, width = q_BHSC.shape
+    kv_heads = k_BKSC.shape[1]
+    size = max(part for part in range(1, min(length, _QUERIES_AT_ONCE) + 1) if length % part == 0)
+    q_BKGSC = q_BHSC.reshape(batch, kv_heads, heads // kv_heads, length, width)
+
+    def block(highest_KG: jax.Array, start: jax.Array) -> tuple[jax.Array, None]:
+        q = jax.lax.dynamic_slice_in_dim(q_BKGSC, start, size, 3)
+        scores = jnp.einsum("BKGSC,BKTC->BKGST", q, k_BKSC)  # in 16 bits, of which the highest is exact
+        query_at, key_at = start + jnp.arange(size)[:, None], jnp.arange(length)
+        seen = key_at <= query_at
+        if window is not None:
+            seen &= key_at > query_at - window
+        if segments_BS is not None:
+            own = jax.lax.dynamic_slice_in_dim(segments_BS, start, size, 1)
+            seen = seen & (own[:, None, None, :, None] == segments_BS[:, None, None, None, :])
+        return jnp.maximum(highest_KG, jnp.where(seen, scores, MASKED).max((0, 3, 4))), None
+
+    first = jnp.full((kv_heads, heads // kv_heads), MASKED, q_BHSC.dtype)
+    highest_KG, _ = jax.lax.scan(block, first, jnp.arange(0, length, size))
+    return highest_KG.reshape(heads).astype(jnp.float32) * scale
+
+
 def alibi_slopes(heads: int, bias_max: float) -> np.ndarray:
     """2^(-bias_max m / n) for m = 1..n with n heads rounded up to a power of two; float32 [heads].
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from lmtrain.models.attention.attend import attend
+from lmtrain.models.attention.attend import HIGHEST, SCORES, attend, highest_scores
 from lmtrain.models.attention.kernel import self_attend
 from lmtrain.models.cache import KvCache, StackCache
 from lmtrain.models.interface import NO_DOCUMENTS, Documents
@@ -48,12 +48,15 @@ class Attention(nn.Module):
 
     def __call__(self, x: jax.Array, layer: jax.Array, deterministic: bool, documents: Documents) -> jax.Array:
         q, k, v = self.project(unfused(x), documents.positions)
+        scores = self.scores(layer)
+        if self.is_mutable_collection(SCORES) and not self.is_initializing():
+            self.sow(SCORES, HIGHEST, highest_scores(q, k, scores["scale"], scores.get("window"), documents.segments))
         mixed_BHSC = self_attend(
             self.backend,
             q,
             k,
             v,
-            **self.scores(layer),
+            **scores,
             drop=active(self.drop_weights, deterministic),
             segments=documents.segments,
             block_size=self.config.flash_attention_block_size,

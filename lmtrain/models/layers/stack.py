@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
+from lmtrain.models.attention.attend import SCORES
 from lmtrain.models.interface import NO_DOCUMENTS, Documents
 from lmtrain.models.layers.linear import LORA
 from lmtrain.models.layers.quantized import QUANTIZED
@@ -30,8 +31,9 @@ from lmtrain.models.params import AUXILIARY
 
 Path = tuple[str, ...]
 
-# Collections of values that leave the stack: metrics (`lmtrain.tracking.jit_log`), auxiliary losses, loads of experts.
-SOWN = ("metrics", AUXILIARY, LOAD)
+# Collections of values that leave the stack: metrics (`lmtrain.tracking.jit_log`), auxiliary losses, loads of experts,
+# scores of attention.
+SOWN = ("metrics", AUXILIARY, LOAD, SCORES)
 
 
 class PatternStack(nn.Module):

@@ -310,6 +310,7 @@ def build_program(
             products=trainer.precision.products,
             teacher=teacher.model if teacher else None,
             hessian=config.optimizer.hessian,
+            qk_clip=getattr(config.optimizer, "qk_clip", None),
             balance_rate=config.model.balance_rate,
             averaging=averaging,
             watch=watch,

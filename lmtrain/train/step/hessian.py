@@ -9,11 +9,24 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from flax import struct
 
 from lmtrain.models.interface import MAIN, LanguageModel, Outputs, outputs_of
 from lmtrain.objectives.cross_entropy import CrossEntropyRow, sample_targets
 from lmtrain.objectives.interface import Loss, sum_of_weights
 from lmtrain.objectives.row_losses import sum_of_row_losses
+
+
+class Highest(struct.PyTreeNode):
+    """A value of which `sum_over_microbatches` takes the highest, 0 or more."""
+
+    value: jax.Array
+
+
+def _joined(total: Any, part: Any) -> Any:
+    if isinstance(total, Highest):
+        return jax.tree.map(jnp.maximum, total, part)
+    return total + part.astype(total.dtype)
 
 
 def sum_over_microbatches(
@@ -28,7 +41,7 @@ def sum_over_microbatches(
     def add(sums: Any, indexed: Any) -> tuple[Any, None]:
         index, micro = indexed
         new = function(micro, jax.random.fold_in(key, index))
-        return jax.tree.map(lambda total, part: total + part.astype(total.dtype), sums, new), None
+        return jax.tree.map(_joined, sums, new, is_leaf=lambda leaf: isinstance(leaf, Highest)), None
 
     first = jax.tree.map(lambda x: x[0], split)
     zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, jnp.float32), jax.eval_shape(function, first, key))

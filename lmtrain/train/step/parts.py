@@ -4,10 +4,11 @@ Their order does not matter, since no two change the same value.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 
+from lmtrain.models.attention.attend import SCORES
 from lmtrain.models.interface import MAIN, LanguageModel, outputs_of
 from lmtrain.models.layers.quantized import QUANTIZED
 from lmtrain.models.moe.grouped import supports
@@ -43,8 +44,11 @@ class StepPart:
         """What the objective gets in addition, for each microbatch."""
         return {}
 
-    def arguments(self, work: Work) -> dict[str, Any]:
-        """Further arguments of the optimizer."""
+    # collections of what the model sows, besides those that every step reads
+    sown: ClassVar[tuple[str, ...]] = ()
+
+    def arguments(self, work: Work, scores: Mapping[str, jax.Array]) -> dict[str, Any]:
+        """Further arguments of the optimizer, given the highest scores of attention by layer and head, if sown."""
         return {}
 
     def updates(self, updates: Any, load: Mapping[str, jax.Array]) -> Any:
@@ -82,8 +86,19 @@ class HessianEstimate(StepPart):
 
     method: str
 
-    def arguments(self, work: Work) -> dict[str, Any]:
+    def arguments(self, work: Work, scores: Mapping[str, jax.Array]) -> dict[str, Any]:
         return {"hessian": lambda key: estimate_hessian(self.method, *work._replace(key=key))}
+
+
+@dataclass(frozen=True)
+class HighestScores(StepPart):
+    """The highest scores of attention, for an optimizer that keeps them below a threshold."""
+
+    threshold: float
+    sown: ClassVar[tuple[str, ...]] = (SCORES,)
+
+    def arguments(self, work: Work, scores: Mapping[str, jax.Array]) -> dict[str, Any]:
+        return {"scores": scores}
 
 
 @dataclass(frozen=True)
@@ -123,6 +138,7 @@ def choose_parts(
     products: str | None = None,
     teacher: LanguageModel | None = None,
     hessian: str | None = None,
+    qk_clip: float | None = None,
     balance_rate: float | None = None,
     averaging: Averaging | None = None,
     watch: Watch | None = None,
@@ -132,6 +148,7 @@ def choose_parts(
         (EightBitCopies, products),
         (Taught, teacher),
         (HessianEstimate, hessian),
+        (HighestScores, qk_clip),
         (Balance, balance_rate),
         (Average, averaging),
         (Norms, watch),

@@ -8,8 +8,10 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import struct
+from flax.traverse_util import flatten_dict
 
 from lmtrain.lora.model import BASE
+from lmtrain.models.attention.attend import SCORES
 from lmtrain.models.interface import LanguageModel, outputs_of
 from lmtrain.models.layers.quantized import QUANTIZED
 from lmtrain.models.moe.load import BY_LAYER, LOAD, REDUCE, collect_load, load_metrics
@@ -20,7 +22,7 @@ from lmtrain.optim.transforms import widen
 from lmtrain.sharding.local import num_parts, split_over
 from lmtrain.sharding.mesh import Layout, MeshFunction
 from lmtrain.tracking.jit_log import METRICS, collecting
-from lmtrain.train.step.hessian import sum_over_microbatches
+from lmtrain.train.step.hessian import Highest, sum_over_microbatches
 from lmtrain.train.step.parts import StepPart, Work
 from lmtrain.train.step.state import TrainState
 
@@ -32,13 +34,15 @@ Metrics = dict[str, jax.Array]
 
 class LossSum(struct.PyTreeNode):
     """Sums over a microbatch: the main loss and its logged values, other logged values by name, further losses of the
-    objective and auxiliary ones of the model by name, and the load of experts by router."""
+    objective and auxiliary ones of the model by name, the load of experts by router, and the highest scores of
+    attention, [N, H] by the path of its module."""
 
     main: LossTerms
     logged: Metrics
     further: dict[str, Auxiliary]
     auxiliary: dict[str, Auxiliary]
     load: dict[str, jax.Array]
+    scores: dict[str, Highest]
 
     @property
     def added(self) -> dict[str, Auxiliary]:
@@ -87,7 +91,10 @@ class TrainStep:
         scale = 1.0 / sum_of_weights(work.loss, batch)
         loss = sums.main.total * scale
         gradients = jax.tree.map(lambda g, p: (widen(g) * scale).astype(p.dtype), gradients, state.params)
-        extra = {"loss": loss} | {name: value for part in self.parts for name, value in part.arguments(work).items()}
+        scores = {name: highest.value for name, highest in sums.scores.items()}
+        extra = {"loss": loss} | {
+            name: value for part in self.parts for name, value in part.arguments(work, scores).items()
+        }
         with collecting() as also_logged, jax.named_scope(OPTIMIZER_SCOPE):
             optimizer = optax.with_extra_args_support(self.optimizer)
             updates, moments = optimizer.update(gradients, state.opt_state, state.params, **extra)
@@ -100,6 +107,8 @@ class TrainStep:
             "train/gradient_norm": optax.tree.norm(gradients),
         }
         metrics |= {f"train/{name}": total * scale for name, total in sums.main.logged.items()}
+        if scores:
+            metrics["train/highest_score"] = jnp.stack([each.max() for each in scores.values()]).max()
         if (skipped := optax.tree.get(moments, "skipped")) is not None:
             metrics["optim/skipped_steps"] = skipped
         if requests is not None:
@@ -147,7 +156,7 @@ class TrainStep:
     def _loss_sum(self, variables: Any, batch: Any, key: jax.Array, state: TrainState) -> LossSum:
         """The loss of a batch, without the logits of the entire batch."""
         drops = self.model.has_dropout
-        how = {"method": outputs_of, "rngs": {"dropout": key} if drops else {}, "mutable": [METRICS, AUXILIARY, LOAD]}
+        how = {"method": outputs_of, "rngs": {"dropout": key} if drops else {}, "mutable": self._sown}
         with collecting() as logged:
             outputs, sown = self.model.apply(variables, batch, not drops, **how)
             logged.add_sown(sown)
@@ -155,7 +164,12 @@ class TrainStep:
                 batch = batch | part.inputs(state, batch)
             main = main_loss(self.objective).loss_sum(outputs, batch)
             further = further_sums(self.objective, outputs, batch)
-        return LossSum(main, logged.means, further, collect(sown), collect_load(sown))
+        scores = {"/".join(path[:-1]): Highest(value[0]) for path, value in flatten_dict(sown.get(SCORES, {})).items()}
+        return LossSum(main, logged.means, further, collect(sown), collect_load(sown), scores)
+
+    @property
+    def _sown(self) -> list[str]:
+        return [METRICS, AUXILIARY, LOAD, *(name for part in self.parts for name in part.sown)]
 
 
 def by_layer_of_experts(sums: LossSum) -> dict[str, Any]:
