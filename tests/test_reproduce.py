@@ -54,7 +54,7 @@ def test_a_recipe_runs_offline_at_a_small_size(name, tmp_path):
 def depth(number: int) -> dict:
     code = "import json, sys, yaml, reproduce; law = yaml.safe_load(reproduce.TABLE.open())['muon_124m']['depth'];"
     code += "path = str(reproduce.RECIPES / 'muon_124m.yaml');"
-    code += "print(json.dumps(reproduce.settings_of_depth(path, int(sys.argv[1]), law, [])))"
+    code += "print(json.dumps(reproduce.settings_of_depth(path, int(sys.argv[1]), law, [])[0]))"
     command = [sys.executable, "-c", code, str(number)]
     done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
@@ -103,6 +103,14 @@ def test_a_signal_reaches_the_run_which_saves(tmp_path):
     assert list((tmp_path / "check" / "checkpoints" / "run").glob("step-*"))
 
 
+@pytest.mark.parametrize("setting", ["--model.num_layers=4", "--model={num_layers: 4}", "--optimizer.groups=[]"])
+def test_depth_and_a_setting_that_it_sets_are_refused_together(setting, tmp_path):
+    done = reproduce(tmp_path, "muon_124m", "--depth=3", setting)
+    assert done.returncode == 2
+    assert setting.partition("=")[0] in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
@@ -110,6 +118,7 @@ def test_a_signal_reaches_the_run_which_saves(tmp_path):
         (["--folder", "/dev/null/x"], "/dev/null/x"),
         (["--trainer.num_train_stepz=3"], "--trainer.num_train_stepz"),
         (["--trainer.id", "other"], "--trainer.id"),
+        (["--depth=3"], "--depth"),
     ],
     ids=lambda value: None if isinstance(value, str) else value[0],
 )

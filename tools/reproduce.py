@@ -128,7 +128,7 @@ def write_hellaswag(folder: Path, examples: list[dict[str, Any]]) -> None:
 def hellaswag(folder: Path) -> None:
     path = folder / "hellaswag_val.jsonl"
     download(HELLASWAG, HELLASWAG_BLOB, path)
-    write_hellaswag(folder, [json.loads(line) for line in path.read_text().splitlines()])
+    write_hellaswag(folder, [json.loads(line) for line in path.read_text().split("\n") if line])
 
 
 def small_hellaswag(folder: Path) -> None:
@@ -201,7 +201,10 @@ def lmtrain(folder: Path, *arguments: str) -> None:
     if code == 75:
         fail("stopped; run the same command again to resume", code)
     if code:
-        fail(f"lmtrain {arguments[0]} ended with {code}", 2 if code == 2 else 3)
+        other = (
+            "; if the folder has a run of other settings, choose another --folder" if arguments[0] == "train" else ""
+        )
+        fail(f"lmtrain {arguments[0]} ended with {code}{other}", 2 if code == 2 else 3)
 
 
 def final_metrics(folder: Path) -> dict[str, float]:
@@ -223,8 +226,8 @@ def commit() -> str:
     return done.stdout.strip() or "unknown"
 
 
-def settings_of_depth(config: str, depth: int, law: dict[str, Any], given: list[str]) -> dict[str, Any]:
-    """What changes in a recipe with another number of layers: one dial, as nanochat has it.
+def settings_of_depth(config: str, depth: int, law: dict[str, Any], given: list[str]) -> tuple[dict[str, Any], str]:
+    """What changes in a recipe with another number of layers: one dial, as nanochat has it; and a line about it.
 
     The width is proportional to the depth, rounded up to complete heads; tokens are proportional to the parameters that
     multiply them. The batch grows with the tokens, to a power of two, and rates with the batch, by the exponents of
@@ -271,10 +274,10 @@ def settings_of_depth(config: str, depth: int, law: dict[str, Any], given: list[
     if at_once > 0:  # as many activations as in the recipe
         deeper = depth / model.num_layers
         at_once = max(1, 2 ** math.floor(math.log2(at_once * min(larger, 1 / (wider * deeper)))))
-    print(
+    told = (
         f"depth {depth}: {now:,} parameters that multiply, {heads * head} wide, {steps:,} steps of {batch * larger:.0f}"
     )
-    return {
+    settings = {
         **{f"model.{name}": value for name, value in sizes.items()},
         "trainer.train_batch_size": round(batch * larger),
         "trainer.num_train_steps": steps,
@@ -282,15 +285,20 @@ def settings_of_depth(config: str, depth: int, law: dict[str, Any], given: list[
         **{f"optimizer.{name}": value for name, value in scaled(optimizer).items()},
         "optimizer.groups": groups,
     }
+    return settings, told
 
 
 def with_depth(config: str, depth: int, law: dict[str, Any] | None, check: list[str], given: list[str]) -> list[str]:
     """The arguments of `lmtrain train` with --depth: those of --check as they follow from it, and the given ones."""
     if law is None:
         fail(f"--depth: {Path(config).stem} has one size")
-    own = settings_of_depth(config, depth, law, check)
-    if taken := [name for name in own if any(f"{flag}=".startswith((f"--{name}=", f"--{name}.")) for flag in given)]:
-        fail(f"--{taken[0]}: --depth sets it")
+    own, told = settings_of_depth(config, depth, law, check)
+    names = [flag.removeprefix("--").split("=")[0] for flag in given if flag.startswith("--")]
+    if taken := [
+        each for each in names if any(f"{name}.".startswith(f"{each}.") or each.startswith(f"{name}.") for name in own)
+    ]:
+        fail(f"--{taken[0]}: --depth sets it" + ("" if taken[0] in own else ", or a part of it"))
+    print(told)
     kept = [flag for flag in check if flag.removeprefix("--").split("=")[0] not in own]
     return [*kept, *(f"--{name}={json.dumps(value)}" for name, value in own.items()), *given]
 

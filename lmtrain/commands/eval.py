@@ -52,7 +52,7 @@ def run(argv: list[str]) -> int:
             if arguments.tasks is None and arguments.core is None:
                 findings = _with_text(trained, harness, stop, arguments.output_path)
             else:
-                core = None if arguments.core is None else CoreConfig(bundle=arguments.core, **_limit(arguments))
+                core = None if arguments.core is None else _core(arguments, run.config.trainer.core)
                 findings = _evaluate(
                     trained, {}, harness, stop, arguments.output_path, alone=not run.loaded.path, core=core
                 )
@@ -87,11 +87,17 @@ def _harness(arguments: argparse.Namespace, config: EvalHarnessConfig | None) ->
     }
     if arguments.tasks is None:
         if others := given.keys() - (_limit(arguments) if arguments.core is not None else {}).keys():
-            raise UserError(f"--{min(others)}: requires --tasks")
+            raise UserError(f"--{min(others)}: requires --tasks{' or --core' if 'max_examples' in others else ''}")
         return None if config is None or arguments.core is not None else _with_errors(config.model_dump())
     names = [name.strip() for name in arguments.tasks.split(",") if name.strip()]
     before: dict[str, Any] = {} if config is None else config.model_dump()
     return _with_errors(before | {"task_spec": names} | given)
+
+
+def _core(arguments: argparse.Namespace, config: CoreConfig | None) -> CoreConfig:
+    """The config's settings, with the flags."""
+    before = {} if config is None else config.model_dump()
+    return CoreConfig(**before | {"bundle": arguments.core, **_limit(arguments)})
 
 
 def _limit(arguments: argparse.Namespace) -> dict[str, int]:

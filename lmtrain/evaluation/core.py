@@ -32,7 +32,7 @@ _SETTING = "trainer.core.bundle"
 # Seeds of nanochat: of the order of a task's items, and, plus the number of an item, of its examples.
 _ORDER, _EXAMPLES = 1337, 1234
 # For each kind of task, the keys of its items and the types of their values.
-_KEYS: dict[str, dict[str, type | tuple[type, ...]]] = {
+_KEYS: dict[str, dict[str, type]] = {
     "multiple_choice": {"query": str, "choices": list, "gold": int},
     "completion": {"query": str, "choices": list, "gold": int},
     "schema": {"context_options": list, "continuation": str, "gold": int},
@@ -164,55 +164,107 @@ def centered(accuracy: float, guessing: float) -> float:
 def read_tasks(folder: str) -> list[CoreTask]:
     """The tasks of a folder with core.yaml, eval_meta_data.csv and eval_data/. Raises `UserError`."""
     path, table = join(folder, "core.yaml"), join(folder, "eval_meta_data.csv")
+    text, guessing = _read(path), _read_baselines(table)
     try:
-        listed = yaml.safe_load(_read(path))["icl_tasks"]
-        rows = csv.DictReader(io.StringIO(_read(table)))
-        guessing = {row["Eval Task"]: float(row["Random baseline"]) / 100 for row in rows}
-        tasks = [
-            CoreTask(
-                label=entry["label"],
-                kind=entry["icl_task_type"],
-                file=join(folder, "eval_data", entry["dataset_uri"]),
-                shots=int(entry["num_fewshot"][0]),
-                delimiter=entry.get("continuation_delimiter", " "),
-                guessing=guessing[entry["label"]],
+        listed = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = "" if mark is None else f":{mark.line + 1}"
+        raise UserError(f"{path}{where}: invalid YAML: {getattr(error, 'problem', None) or error}") from None
+    entries = listed.get("icl_tasks") if isinstance(listed, dict) else None
+    if not entries or not isinstance(entries, list):
+        raise UserError(f"{path}: expected a list of tasks, icl_tasks")
+    return [_read_task(path, folder, number, entry, guessing) for number, entry in enumerate(entries)]
+
+
+def _read_task(path: str, folder: str, number: int, entry: Any, guessing: Mapping[str, float]) -> CoreTask:
+    values = entry if isinstance(entry, dict) else {}
+    label, kind, file = (values.get(name) for name in ("label", "icl_task_type", "dataset_uri"))
+    shots, delimiter = values.get("num_fewshot"), values.get("continuation_delimiter", " ")
+    shots = shots[0] if isinstance(shots, list) and shots else None
+    where = f"{path}: icl_tasks[{number}]"
+    if not (isinstance(label, str) and isinstance(file, str)):
+        raise UserError(f"{where}: expected label and dataset_uri, two texts")
+    if kind not in _KEYS:
+        raise UserError(f"{where}, {label}: icl_task_type {kind} is none of {', '.join(_KEYS)}")
+    if type(shots) is not int or shots < 0:
+        raise UserError(f"{where}, {label}: expected num_fewshot as a list of one number, 0 or more")
+    if not isinstance(delimiter, str):
+        raise UserError(f"{where}, {label}: continuation_delimiter: expected a text, got {delimiter!r}")
+    if label not in guessing:
+        raise UserError(f"{where}, {label}: eval_meta_data.csv has no such Eval Task")
+    return CoreTask(label, str(kind), join(folder, "eval_data", file), shots, delimiter, guessing[label])
+
+
+def _read_baselines(path: str) -> dict[str, float]:
+    """The accuracy of guessing by task. Raises `UserError` with the line of one that is no percentage."""
+    rows = csv.DictReader(io.StringIO(_read(path).removeprefix("\ufeff")))
+    found: dict[str, float] = {}
+    for row in rows:
+        label, percent = row.get("Eval Task"), row.get("Random baseline")
+        try:
+            value = float(percent or "")
+        except ValueError:
+            value = math.nan
+        if label is None or not 0 <= value < 100:
+            raise UserError(
+                f"{path}:{rows.line_num}: expected the columns Eval Task and Random baseline, from 0 to below 100, got "
+                f"{percent!r}"
             )
-            for entry in listed
-        ]
-    except (yaml.YAMLError, KeyError, TypeError, ValueError, IndexError) as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise UserError(f"{_SETTING}: {path} and {table} are not CORE's tasks and baselines: {reason}") from None
-    if unknown := [task for task in tasks if task.kind not in _KEYS]:
-        raise UserError(f"{path}: {unknown[0].label}: icl_task_type {unknown[0].kind} is none of {', '.join(_KEYS)}")
-    if not tasks:
-        raise UserError(f"{path}: has no tasks")
-    return tasks
+        found[label] = value / 100
+    return found
 
 
 def read_items(task: CoreTask) -> list[Item]:
     """The items of a task. Raises `UserError` with the line of one that is not of its kind."""
     items: list[Item] = []
-    for number, line in enumerate(_read(task.file).splitlines(), 1):
-        try:
-            item = json.loads(line)
-            wrong = [key for key, kind in _KEYS[task.kind].items() if not isinstance(item[key], kind)]
-            options = item.get("choices", item.get("context_options"))
-            if wrong or (options is not None and not 0 <= item["gold"] < len(options)):
-                raise ValueError(f"wrong {wrong[0] if wrong else 'gold'}")
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            expected = ", ".join(_KEYS[task.kind])
-            raise UserError(f"{task.file}:{number}: expected an object with {expected}: {error}") from None
-        items.append(item)
+    for number, line in enumerate(_read(task.file).split("\n"), 1):
+        if line and not line.isspace():
+            if reason := _problem(line, task.kind):
+                raise UserError(f"{task.file}:{number}: {reason}")
+            items.append(json.loads(line))
+    if not items:
+        raise UserError(f"{task.file}: has no items")
     return items
+
+
+def _problem(line: str, kind: str) -> str:
+    """What is wrong with the line of an item; empty if it is right."""
+    try:
+        item = json.loads(line)
+    except ValueError as error:
+        return f"invalid JSON: {error}"
+    if not isinstance(item, dict):
+        return "expected an object"
+    for key, expected in _KEYS[kind].items():
+        value = item.get(key)
+        is_right = type(value) is expected
+        if isinstance(value, list):
+            is_right = is_right and all(isinstance(part, str) for part in value)
+        if not is_right:
+            what = {str: "a text", list: "a list of texts", int: "the number of the right answer"}[expected]
+            return f"expected {key}, {what}" + ("" if key not in item else f", got {value!r}")
+    options = item.get("choices" if "choices" in _KEYS[kind] else "context_options")
+    if options is not None and not 0 <= item["gold"] < len(options):
+        return f"gold {item['gold']} is none of the {len(options)} answers, which count from 0"
+    try:
+        line.encode()
+        json.dumps(item, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return "has a surrogate, which is no character"
+    return ""
 
 
 def _read(path: str) -> str:
     try:
         return read_bytes(path).decode()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise UserError(f"{_SETTING}: {path} does not exist; unpack nanochat's eval_bundle.zip there") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot be read: {error}") from None
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        raise UserError(f"{path}:{line}: invalid UTF-8") from None
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror or error}") from None
 
 
 def examples_of(task: CoreTask, items: Sequence[Item], number: int) -> list[Item]:

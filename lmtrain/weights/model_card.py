@@ -15,6 +15,7 @@ import yaml
 
 from lmtrain import __version__
 from lmtrain.data.config import BatchSizes
+from lmtrain.runtime.redact import redact
 from lmtrain.runtime.storage import fill_run_id
 from lmtrain.tracking.json_log import read_objects
 
@@ -36,9 +37,11 @@ class ModelCard:
 
     def page(self, step: int, dtype: str, parameters: int, is_adapter: bool, base: str | None = None) -> bytes:
         """The page of an export of the model after `step` updates; `base` is that of adapters, by default `initial`."""
-        base = base or self.initial
+        base = redact(base or self.initial)
         kind = self.config["model"]["type"]
         what = "Adapters (LoRA)" if is_adapter else "A language model"
+        if self.config.get("lora") and not is_adapter:
+            what += ", with adapters (LoRA) merged into it,"
         of = f", for `{base}`" if is_adapter and base else ""
         text = f"---\n{_front_matter(is_adapter, base)}---\n\n# {self.run}\n\n"
         text += f"{what} of {parameters:,} parameters{of} ({kind}, {dtype}), trained with lmtrain.\n\n"
@@ -58,13 +61,16 @@ class ModelCard:
         if self.averaged:
             yield "Average of the steps", ", ".join(f"{number:,}" for number in self.averaged)
         yield "Training tokens", f"{tokens:,}, in sequences of {model['seq_len']:,}"
-        yield from self._losses(step)
-        if initial := self.initial or self.config.get("initialize_from_checkpoint_path"):
+        if not self.averaged:  # losses are those of single steps
+            yield from self._losses(step)
+        if initial := redact(self.initial) or self.config.get("initialize_from_checkpoint_path"):
             yield "Initial model", f"`{initial}`"
         data = self.config["data"]
-        for name, source in (data.get("configs") or {"": data}).items():
+        weights = data.get("train_weights")
+        for name, source in sorted((data.get("configs") or {"": data}).items()):
             where = source.get("demo") or source.get("id") or " ".join(source.get("train_urls") or [])
-            yield f"Data {name}".strip(), f"`{where}`"
+            share = f", weight {weights.get(name, 0)}" if isinstance(weights, dict) else ""
+            yield f"Data {name}".strip(), f"`{where}`{share}"
         yield "Tokenizer", f"`{data['tokenizer']}`"
         yield "Written by", f"lmtrain {__version__}"
 

@@ -12,9 +12,10 @@ import pytest
 import yaml
 
 from lmtrain.evaluation.config import CoreConfig, EvaluationConfig
-from lmtrain.evaluation.core import Core, CoreTask, build, examples_of, prompts_of
+from lmtrain.evaluation.core import Core, CoreTask, build, examples_of, prompts_of, read_items, read_tasks
 from lmtrain.runtime.errors import UserError
 
+ONE = "eval_data/a/one.jsonl"
 CHOICES = [{"query": f"Is {n} even?", "choices": ["yes", "no", "who knows"], "gold": n % 3} for n in range(9)]
 SCHEMAS = [
     {"context_options": [f"The {n} because the cat", "So the dogs"], "continuation": f"ran {n}", "gold": n % 2}
@@ -135,22 +136,62 @@ def test_accuracies_are_those_of_each_prompt_alone(gpt2, tmp_path):
     assert found["metric"] == pytest.approx(np.mean(list(center.values())))
 
 
+ITEM = CHOICES[0]
+
+
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("file", "text", "words"),
     [
-        (lambda folder: (folder / "core.yaml").unlink(), "core.yaml"),
-        (lambda folder: (folder / "core.yaml").write_text("icl_tasks: 3"), "core.yaml"),
-        (lambda folder: (folder / "eval_meta_data.csv").write_text("Eval Task,Random baseline\n"), "eval_meta_data"),
-        (lambda folder: (folder / "eval_data/a/one.jsonl").write_text('{"query": "a"}\n'), "one.jsonl:1"),
-        (lambda folder: (folder / "eval_data/a/one.jsonl").write_text(json.dumps(CHOICES[0] | {"gold": 3})), "gold"),
-        (lambda folder: (folder / "eval_data/a/one.jsonl").write_text(json.dumps(CHOICES[0])), "one.jsonl"),
+        ("core.yaml", None, "core.yaml"),
+        ("core.yaml", "icl_tasks: 3", "core.yaml"),
+        ("core.yaml", "icl_tasks: [{label: a}]", r"icl_tasks\[0\]"),
+        ("core.yaml", "a: b\n  c: d", "core.yaml:2"),
+        ("eval_meta_data.csv", None, "eval_meta_data.csv"),
+        ("eval_meta_data.csv", "Eval Task,Random baseline\n", "one.*eval_meta_data.csv"),
+        ("eval_meta_data.csv", "Eval Task,Random baseline\nother,5\none,100\n", "eval_meta_data.csv:3"),
+        ("eval_meta_data.csv", "Eval Task,Random baseline\none,nan\n", "eval_meta_data.csv:2"),
+        (ONE, '{"query": "a"}\n', "one.jsonl:1.*choices"),
+        (ONE, "\n\n[]", "one.jsonl:3"),
+        (ONE, "{", "one.jsonl:1"),
+        (ONE, "", "one.jsonl.*no items"),
+        (ONE, json.dumps(ITEM | {"gold": 3}), "gold 3"),
+        (ONE, json.dumps(ITEM | {"gold": "1"}), "gold"),
+        (ONE, json.dumps(ITEM | {"choices": ["a", 1, "b"]}), "choices"),
+        (ONE, json.dumps(ITEM | {"query": "\ud800"}), "one.jsonl:1.*surrogate"),
+        (ONE, json.dumps(ITEM), "one.jsonl.*examples"),
     ],
 )
-def test_mistakes_in_the_files_name_the_file(gpt2, tmp_path, change, words):
+def test_mistakes_in_the_files_are_one_message_with_the_file_and_line(gpt2, tmp_path, file, text, words):
     folder = write_bundle(tmp_path, [("one", "multiple_choice", CHOICES, 2, " ")])
-    change(tmp_path)
-    with pytest.raises(UserError, match=words):
+    if text is None:
+        (tmp_path / file).unlink()
+    else:
+        (tmp_path / file).write_text(text)
+    with pytest.raises(UserError, match=words) as found:
         Core(CoreConfig(bundle=folder)).prepare(gpt2[0])
+    assert "Error" not in str(found.value)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"), [("num_fewshot", [-1]), ("num_fewshot", 0), ("continuation_delimiter", None)]
+)
+def test_a_wrong_setting_of_a_task_is_named(tmp_path, setting, value):
+    folder = write_bundle(tmp_path, [("one", "multiple_choice", CHOICES, 2, " ")])
+    tasks = yaml.safe_load((tmp_path / "core.yaml").read_text())
+    tasks["icl_tasks"][0][setting] = value
+    (tmp_path / "core.yaml").write_text(yaml.safe_dump(tasks))
+    with pytest.raises(UserError, match=f"one: .*{setting}"):
+        read_tasks(folder)
+
+
+def test_items_may_have_any_character_and_blank_lines_between_them(tmp_path):
+    odd = "a\u2028b\x0bc\x85d"
+    folder = write_bundle(tmp_path, [("one", "multiple_choice", [], 0, " ")])
+    lines = [json.dumps(ITEM | {"query": odd}, ensure_ascii=False), "", json.dumps(ITEM), ""]
+    (tmp_path / ONE).write_text("\n".join(lines))
+    (tmp_path / "eval_meta_data.csv").write_text("\ufeffEval Task,Random baseline\none,25\n")
+    (task_of,) = read_tasks(folder)
+    assert [item["query"] for item in read_items(task_of)] == [odd, ITEM["query"]]
 
 
 def test_settings_that_do_not_fit_are_errors(gpt2, tmp_path):

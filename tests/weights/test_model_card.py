@@ -1,5 +1,6 @@
 """README.md of an export: what it says, and that a page with changes of a user is kept."""
 
+import dataclasses
 import json
 
 import pytest
@@ -9,6 +10,7 @@ from conftest import TOKENIZER, tiny_settings
 from lmtrain.hf.tokenizer import load_tokenizer
 from lmtrain.run.config import RunConfig, resolved
 from lmtrain.runtime.errors import UserError
+from lmtrain.runtime.redact import redact
 from lmtrain.runtime.storage import read_bytes, write_bytes
 from lmtrain.weights.model_card import CARD, ModelCard
 from lmtrain.weights.write_export import Export, write_export
@@ -61,7 +63,34 @@ def test_the_page_of_adapters_names_their_base_on_the_hub(tmp_path):
     assert (header["base_model"], header["library_name"]) == ("owner/model", "peft")
 
 
-def test_secrets_and_fences_in_settings_do_not_break_the_page(tmp_path):
+def test_the_page_has_no_secret_and_the_same_order_of_sources_whatever_the_config_has(tmp_path):
+    made = card(tmp_path)
+    source = {"demo": None, "id": None}
+    configs = {"web": source | {"train_urls": ["https://me:sesame@host/a"]}, "two": source | {"id": "data"}}
+    pages = []
+    for order in (configs, dict(sorted(configs.items()))):
+        data = made.config["data"] | {"configs": redact(order), "train_weights": {"web": 0.75, "two": 0.25}}
+        ref = "s3://key:sesame@bucket/model"
+        pages.append(
+            ModelCard(run="one", config={**made.config, "data": data}, initial=ref).page(1, "float32", 1, True)
+        )
+    assert pages[0] == pages[1]
+    text = pages[0].decode()
+    assert "sesame" not in text
+    assert "s3://***@bucket/model" in text
+    assert cells(pages[0])["Data web"].endswith("weight 0.75")
+
+
+def test_an_average_has_no_losses_of_a_single_step(tmp_path):
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "one.metrics.jsonl").write_text('{"step": 2, "train/loss": 4.25, "eval/loss": 4.5}\n')
+    made = dataclasses.replace(card(tmp_path), averaged=(1, 2))
+    found = cells(made.page(2, "float32", 1, is_adapter=False))
+    assert found["Average of the steps"] == "1, 2"
+    assert not [name for name in found if "loss" in name]
+
+
+def test_fences_in_settings_do_not_break_the_page(tmp_path):
     made = ModelCard(
         run="one",
         config={**card(tmp_path).config, "data": {"tokenizer": "a|b", "train_urls": ["x```y"], "configs": None}},
