@@ -14,6 +14,7 @@ from flax import struct
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from lmtrain.models.attention.names import PLAIN
+from lmtrain.models.gated_delta.mixer import EXACT
 from lmtrain.models.interface import LanguageModel
 from lmtrain.models.layers.quantized import EIGHT_BIT_TYPES, FORMATS, KERNEL, SCALE, Quantized, quantize
 from lmtrain.models.moe.load import BIAS
@@ -71,13 +72,13 @@ def parameter_axes(model: LanguageModel) -> Any:
 
 
 def with_dtype(abstract: Any, dtype: str) -> Any:
-    """The same shapes with another dtype, except those of biases that balance the load of experts."""
+    """The same shapes with another dtype, except those of biases that balance the load of experts, and of decays."""
     return _map_changeable(lambda _, leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(dtype)), abstract)
 
 
 def cast(params: Any, dtype: str) -> Any:
-    """Every leaf in `dtype`, except biases that balance the load of experts, since their updates are small, and
-    parameters that are stored in 8 bits."""
+    """Every leaf in `dtype`, except biases that balance the load of experts, since their updates are small, decays of
+    Gated DeltaNet, and parameters that are stored in 8 bits."""
     return _map_changeable(lambda _, leaf: leaf.astype(dtype), params)
 
 
@@ -95,7 +96,7 @@ def cast_to_compute(params: Any, dtype: str) -> Any:
 def _map_changeable(function: Callable[[Sequence[str], Any], Any], params: Any) -> Any:
     def change(path: Any, leaf: Any) -> Any:
         names = [str(getattr(entry, "key", "")) for entry in path]
-        is_kept = names[-1] in (BIAS, STORED_SCALE) or leaf.dtype in EIGHT_BIT_TYPES
+        is_kept = names[-1] in (BIAS, STORED_SCALE, *EXACT) or leaf.dtype in EIGHT_BIT_TYPES
         return leaf if is_kept else function(names, leaf)
 
     return jax.tree_util.tree_map_with_path(change, params)

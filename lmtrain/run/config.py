@@ -183,6 +183,8 @@ class RunConfig(HuggingFaceConfig):
             )
         if not (self.initialize_from_hf or self.initialize_from_checkpoint_path):
             raise field_error("lora", "needs a base: set initialize_from_hf or initialize_from_checkpoint_path")
+        if getattr(self.model, "linear_attention", None) is not None:
+            raise field_error("lora", "has no adapters for linear layers (model.linear_attention); train in full")
         products = self.trainer.precision.products
         if self.base_quantization is not None and products not in (None, self.base_quantization):
             raise field_error(
@@ -197,6 +199,8 @@ class RunConfig(HuggingFaceConfig):
         """Raise an error for settings that do not fit the transfer between sizes."""
         if self.transfer is None:
             return
+        if getattr(self.model, "linear_attention", None) is not None:
+            raise field_error("transfer", "linear layers (model.linear_attention) have no transfer rule; remove one")
         base_of(self.model, self.transfer.base)
         if self.lora is not None:
             raise field_error("transfer", "adapters have no sizes to transfer between; remove it, or lora")

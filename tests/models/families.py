@@ -47,6 +47,15 @@ def moe_model(num_layers: int = 3, moe: Any = None, **changes: Any) -> LlamaLM:
     return LlamaLM(LlamaConfig(**sizes, num_layers=num_layers, moe=moe, pad_vocab_to_multiple_of=8, **changes), VOCAB)
 
 
+def hybrid_model(num_layers: int = 4, **changes: Any) -> LlamaLM:
+    """Llama with Gated DeltaNet in three of four layers."""
+    sizes = {"hidden_dim": 16, "intermediate_dim": 24, "num_heads": 4, "num_kv_heads": 2, "seq_len": LENGTH}
+    linear = {"num_key_heads": 2, "num_value_heads": 4, "key_head_dim": 8, "value_head_dim": 4}
+    pattern = {"layer_pattern": ["linear", "linear", "linear", "full"], "linear_attention": linear}
+    config = LlamaConfig(**sizes, **pattern, num_layers=num_layers, pad_vocab_to_multiple_of=8, **changes)
+    return LlamaLM(config, VOCAB)
+
+
 # A router that no other test has, in two of three layers.
 MIXED = {
     "layer_pattern": ["full", {"attention": "full", "mlp": "dense"}],

@@ -39,6 +39,7 @@ MODELS = {
     "auxiliary": (families.auxiliary_model(**QUICK), MESHES, ["fsdp"], {}),
     "mixer": (build_model(conv_config(2, **QUICK), families.VOCAB), MESHES, ["fsdp"], {}),
     "outputs": (TWO, SPLIT, ["fsdp and tensor"], {"objective": two_output_objective()}),
+    "hybrid": (families.hybrid_model(**QUICK), MESHES, ["fsdp"], {}),
     "mixed": (MIXED, EXPERTS, ["fsdp and experts"], {}),
     "dense": (DENSE, {"one": MESHES["one"]}, MESHES, {}),
     "dense in fp8": (DENSE, SPLIT, SPLIT, FP8),

@@ -7,7 +7,9 @@ from pydantic import BeforeValidator, SerializerFunctionWrapHandler, model_seria
 
 from lmtrain.config.section import Section, architecture, identity
 from lmtrain.models.base_config import POSITIONS, BaseModelConfig, Mixture, RopeConfig
-from lmtrain.models.mixer import linear_flops, mlp_flops
+from lmtrain.models.gated_delta.config import GatedDeltaConfig
+from lmtrain.models.gated_delta.mixer import GatedDeltaMixer
+from lmtrain.models.mixer import Mixer, linear_flops, mlp_flops
 from lmtrain.models.moe.config import MoeConfig
 from lmtrain.runtime.errors import field_error, nearest_divisors
 
@@ -17,8 +19,10 @@ Item = TypeVar("Item")
 class LayerKind(Section):
     """The kind of a layer. In a config, the name of its attention stands for a kind that is the default otherwise."""
 
-    attention: Literal["full", "sliding"] = architecture(
-        "full", description="Keys that a query sees: full: all before it; sliding: the last model.sliding_window"
+    attention: Literal["full", "sliding", "linear"] = architecture(
+        "full",
+        description="Keys that a query sees: full: all before it; sliding: the last model.sliding_window; linear: a "
+        "state instead of attention (model.linear_attention)",
     )
     rope: bool = architecture(
         True, description="Rotate queries and keys by their positions; false: no positions (NoPE)"
@@ -26,6 +30,12 @@ class LayerKind(Section):
     mlp: Literal["dense", "moe"] | None = architecture(
         None, description="One MLP, or a mixture of experts (model.moe); null: moe if model.moe is set"
     )
+
+    @model_validator(mode="after")
+    def _uses_rope(self) -> "LayerKind":
+        if self.attention == "linear" and not self.rope:
+            raise field_error("rope", "linear layers have no positions to rotate; remove it")
+        return self
 
     @model_serializer(mode="wrap")
     def _as_name(self, write: SerializerFunctionWrapHandler) -> Any:
@@ -38,7 +48,7 @@ def _from_name(value: Any) -> Any:
 
 # An entry of a pattern in a config.
 LayerEntry = Annotated[
-    LayerKind, BeforeValidator(_from_name, json_schema_input_type=Literal["full", "sliding"] | LayerKind)
+    LayerKind, BeforeValidator(_from_name, json_schema_input_type=Literal["full", "sliding", "linear"] | LayerKind)
 ]
 
 
@@ -109,6 +119,9 @@ class LlamaConfig(BaseModelConfig):
     embedding_norm: bool = architecture(False, description="Normalize the embeddings (modded-nanogpt)")
     tie_word_embeddings: bool = architecture(False, description="Tie the output head to the embedding table")
     rope: RopeConfig = architecture(default_factory=RopeConfig, description="Rotary positions")
+    linear_attention: GatedDeltaConfig | None = architecture(
+        None, description="Gated DeltaNet, in the linear layers of layer_pattern"
+    )
     moe: MoeConfig | None = architecture(
         None,
         description="Mixture of experts (MoE) in place of the MLP, in all layers that layer_pattern does not exclude",
@@ -142,7 +155,14 @@ class LlamaConfig(BaseModelConfig):
             raise field_error("layer_pattern", "has sliding layers: set sliding_window to the number of keys they see")
         if self.sliding_window is not None and not has_sliding:
             raise field_error("sliding_window", "no layer of layer_pattern is sliding; remove it, or add such layers")
-        rotated = {kind.attention for kind in self.pattern if kind.rope}
+        has_linear = any(kind.attention == "linear" for kind in self.pattern)
+        if has_linear and self.linear_attention is None:
+            raise field_error(
+                "layer_pattern", "has linear layers: set linear_attention, {} for the sizes of Qwen3-Next"
+            )
+        if self.linear_attention is not None and not has_linear:
+            raise field_error("linear_attention", "no layer of layer_pattern is linear; remove it, or add such layers")
+        rotated = {kind.attention for kind in self.pattern if kind.rope and kind.attention != "linear"}
         if self.rope.local_theta is not None and "sliding" not in rotated:
             raise field_error("rope", "local_theta is for sliding layers with RoPE, which layer_pattern does not have")
         if rotated == {"sliding"} and self.rope.local_theta is not None:
@@ -274,6 +294,13 @@ class LlamaConfig(BaseModelConfig):
     @property
     def windows(self) -> tuple[int | None, ...]:
         return tuple(self.sliding_window if kind.attention == "sliding" else None for kind in self.kinds)
+
+    @property
+    def mixers(self) -> tuple[Mixer, ...]:
+        attention, own = super().mixers, self.linear_attention
+        linear = None if own is None else GatedDeltaMixer(self.hidden_dim, own)
+        kinds = zip(self.kinds, attention, strict=True)
+        return tuple(linear if linear is not None and kind.attention == "linear" else each for kind, each in kinds)
 
     @property
     def attention_needs(self) -> set[str]:

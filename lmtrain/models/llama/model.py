@@ -13,6 +13,7 @@ Touvron et al. 2023, "LLaMA: Open and Efficient Foundation Language Models". The
     Gemma3    Gemma2 without caps, qk_norm head, five sliding layers with rope.local_theta before a full one
     SmolLM3   layer_pattern: every fourth layer without RoPE
     Arcee     gated_mlp false, activation_function relu2
+    hybrids   layer_pattern with linear layers: Gated DeltaNet in place of attention
     Mixtral   moe: a mixture of experts in place of the MLP; Qwen3-MoE, with qk_norm head; OLMoE, with qk_norm all
 
     B batch  S query position  T key position  D embed  H heads  K kv heads  C head dim  F mlp  V vocab  N layers
@@ -28,8 +29,9 @@ import jax.numpy as jnp
 from jax.nn.initializers import normal
 
 from lmtrain.models.decoder import Decoder
+from lmtrain.models.gated_delta.layer import GatedDelta
 from lmtrain.models.interface import NO_DOCUMENTS, Documents, LogitCap
-from lmtrain.models.layers.block import Attention, Block
+from lmtrain.models.layers.block import Attention, Block, TokenMixer
 from lmtrain.models.layers.linear import Linear
 from lmtrain.models.layers.mlp import Mlp, RmsNorm
 from lmtrain.models.layers.rope import frequencies, magnitude, rotate
@@ -97,13 +99,22 @@ class LlamaBlock(Block):
         self.norm_attn, self.norm_mlp = (RmsNorm(dims, c.layer_norm_epsilon, c.norm_offset) for _ in range(2))
         if c.norm_position == "both":
             self.norm_mixed, self.norm_added = (RmsNorm(dims, c.layer_norm_epsilon, c.norm_offset) for _ in range(2))
-        self.attn = LlamaAttention(c, self.backend)
         (kind,) = c.pattern
+        self.is_linear = kind.attention == "linear"
+        if self.is_linear:
+            self.delta = GatedDelta(c)
+        else:
+            self.attn = LlamaAttention(c, self.backend)
         self.has_experts = kind.mlp == "moe"
         if c.moe is not None and self.has_experts:
             self.moe = Moe(c.moe, c.hidden_dim, c.expert_dim, c.activation_function, init)
         else:
             self.mlp = Mlp(c.hidden_dim, c.mlp_dim, c.activation_function, init, init, c.use_mlp_bias, c.gated_mlp)
+
+    @property
+    def mixer(self) -> TokenMixer:
+        mixer: TokenMixer = self.delta if self.is_linear else self.attn
+        return mixer
 
     def attention_input(self, x: jax.Array) -> jax.Array:
         return self._before(self.norm_attn, x)

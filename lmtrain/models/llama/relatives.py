@@ -203,6 +203,7 @@ def relative_of(config: LlamaConfig) -> str:
     closest = min(reversed(differences), key=lambda kind: ("moe" in differences[kind], len(differences[kind])))
     unusual = [name for name, value in _LLAMA.items() if ours[name] != value]
     named = [f"model.{name}: {ours[name]}" for name in unusual]
+    named += ["model.linear_attention"] * (config.linear_attention is not None)
     named += ["model.layer_pattern"] * bool(differences[closest] & {"layer_pattern"})
     named += [f"model.{name}" for name in sorted(differences[closest]) if name.startswith("moe")]
     named += [f"model.{name}" for name in sorted(differences[closest]) if name.startswith("rope")]
@@ -234,6 +235,8 @@ def _differences(config: LlamaConfig, ours: Mapping[str, Any], relative: Relativ
     found = {window is not None for window in config.windows}
     if not found <= windows or (relative.layers == "either" and len(found) > 1):
         differ.add("sliding_window" if config.layer_pattern is None else "layer_pattern")
+    if config.linear_attention is not None:
+        differ.add("linear_attention")
     if not relative.has_nope and not all(kind.rope for kind in config.kinds):
         differ.add("layer_pattern")
     differ |= _expert_differences(config, relative.experts)

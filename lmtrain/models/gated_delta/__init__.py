@@ -1,0 +1,1 @@
+"""Gated DeltaNet: a mixer of positions with a state of constant size."""
