@@ -262,6 +262,7 @@ class BaseModelConfig(Sizes):
                 kv_heads=self.kv_heads,
                 head_width=self.head_width,
                 window=window,
+                is_gated=getattr(self, "attention_gate", False),
             )
             for window in self.windows
         )

@@ -77,13 +77,15 @@ class Mixer(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionMixer:
-    """Causal attention. `head_width` is that of queries and keys; a query sees at most `window` keys, None: all."""
+    """Causal attention. `head_width` is that of queries and keys; a query sees at most `window` keys, None: all. Heads
+    that are `gated` have a projection of the width of queries more."""
 
     hidden_dim: int
     heads: int
     kv_heads: int
     head_width: int
     window: int | None = None
+    is_gated: bool = False
 
     @property
     def forgets(self) -> bool:
@@ -101,7 +103,8 @@ class AttentionMixer:
 
     def flops(self, seq_len: int, causal: bool) -> tuple[float, float]:
         values = self.heads * self.head_width
-        projections = linear_flops(self.hidden_dim, values + 2 * self.kv_heads * self.head_width)
+        queries = 2 * values if self.is_gated else values
+        projections = linear_flops(self.hidden_dim, queries + 2 * self.kv_heads * self.head_width)
         each_key = 2 * linear_flops(values, 1)  # scores and weighted values
         keys = mean_keys(seq_len, causal, self.window)
         return projections + linear_flops(values, self.hidden_dim), each_key * keys

@@ -169,6 +169,8 @@ class RunConfig(HuggingFaceConfig):
         """Raise an error for initial values and QK-clip without effect."""
         if getattr(self.optimizer, "qk_clip", None) is not None and getattr(self.model, "qk_norm", "none") != "none":
             raise field_error("optimizer.qk_clip", "has no effect with model.qk_norm, which scales scores; remove one")
+        if getattr(self.optimizer, "qk_clip", None) is not None and getattr(self.model, "attention_gate", False):
+            raise field_error("optimizer.qk_clip", "would scale gates with queries (model.attention_gate); set qk_norm")
         for name in ("initialize_from_hf", "initialize_from_checkpoint_path"):
             if getattr(self, name) and any(group.initial_std is not None for group in self.optimizer.groups):
                 raise field_error("optimizer.groups", f"initial_std has no effect with {name}; remove it")
@@ -201,6 +203,8 @@ class RunConfig(HuggingFaceConfig):
             return
         if getattr(self.model, "linear_attention", None) is not None:
             raise field_error("transfer", "linear layers (model.linear_attention) have no transfer rule; remove one")
+        if getattr(self.model, "attention_gate", False):
+            raise field_error("transfer", "model.attention_gate has no transfer rule; remove one")
         base_of(self.model, self.transfer.base)
         if self.lora is not None:
             raise field_error("transfer", "adapters have no sizes to transfer between; remove it, or lora")

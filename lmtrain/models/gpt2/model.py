@@ -20,7 +20,7 @@ import jax
 from jax.nn.initializers import normal
 
 from lmtrain.models.decoder import Decoder
-from lmtrain.models.layers.block import Attention, Block, split_qkv
+from lmtrain.models.layers.block import Attention, Block, Projected, split_qkv
 from lmtrain.models.layers.linear import Linear
 from lmtrain.models.layers.mlp import LayerNorm, Mlp
 
@@ -36,7 +36,7 @@ class Gpt2Attention(Attention):
         self.out = Linear((heads, head_dim), (embed,), residual, c.use_bias)
         self.drop_weights = nn.Dropout(c.attn_pdrop)
 
-    def project(self, x: jax.Array, positions_BS: jax.Array | None) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def project(self, x: jax.Array, positions_BS: jax.Array | None) -> Projected:
         return split_qkv(self.qkv(x))
 
     def scores(self, layer: jax.Array) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """What the blocks of all families share: attention with its cache, and a block of attention and MLP."""
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import flax.linen as nn
 import jax
@@ -28,6 +28,15 @@ class TokenMixer(Protocol):
         """The outputs of new positions `start, start + 1, ...`, and the cache with the first `count` of them."""
 
 
+class Projected(NamedTuple):
+    """Queries [B, H, S, C], keys and values [B, K, S, C], and the gate of outputs before its sigmoid, [B, S, H, C]."""
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    gate: jax.Array | None = None
+
+
 class Attention(nn.Module):
     """Causal attention of all heads: [B, S, D] -> [B, S, D].
 
@@ -38,8 +47,8 @@ class Attention(nn.Module):
     config: Any
     backend: str
 
-    def project(self, x: jax.Array, positions_BS: jax.Array | None) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Queries [B, H, S, C], keys and values [B, K, S, C]. Positions None: 0, 1, ... in every sequence."""
+    def project(self, x: jax.Array, positions_BS: jax.Array | None) -> Projected:
+        """What attention is computed from. Positions None: 0, 1, ... in every sequence."""
         raise NotImplementedError
 
     def scores(self, layer: jax.Array) -> dict[str, Any]:
@@ -47,7 +56,7 @@ class Attention(nn.Module):
         raise NotImplementedError
 
     def __call__(self, x: jax.Array, layer: jax.Array, deterministic: bool, documents: Documents) -> jax.Array:
-        q, k, v = self.project(unfused(x), documents.positions)
+        q, k, v, gate = self.project(unfused(x), documents.positions)
         scores = self.scores(layer)
         if self.is_mutable_collection(SCORES) and not self.is_initializing():
             self.sow(SCORES, HIGHEST, highest_scores(q, k, scores["scale"], scores.get("window"), documents.segments))
@@ -62,21 +71,28 @@ class Attention(nn.Module):
             block_size=self.config.flash_attention_block_size,
         )
         mixed_BSHC = constrain(mixed_BHSC.transpose(0, 2, 1, 3), "act_batch", "act_seq", "act_heads", None)
-        return unfused(self.out(mixed_BSHC))
+        return unfused(self.out(_gated(mixed_BSHC, gate)))
 
     def extend(
         self, x: jax.Array, layer: jax.Array, cache: StackCache, start: jax.Array, count: Any
     ) -> tuple[jax.Array, StackCache]:
         """Attention of new positions `start, start + 1, ...` to all earlier ones and themselves."""
-        q, k, v = self.project(x, jnp.reshape(start, (-1, 1)) + jnp.arange(x.shape[1]))
+        q, k, v, gate = self.project(x, jnp.reshape(start, (-1, 1)) + jnp.arange(x.shape[1]))
         scores = self.scores(layer)
         kind, number = cache.find(self.config.mixers[0], layer)
         state, keys = KvCache(**cache.states[kind]).extend(k, v, number, scores.get("window"), start, count)
         mixed_BHSC = attend(q, keys.k, keys.v, first_query=start, key_at=keys.at, **scores)
-        return self.out(mixed_BHSC.transpose(0, 2, 1, 3)), cache.with_state(kind, {"k": state.k, "v": state.v})
+        return self.out(_gated(mixed_BHSC.transpose(0, 2, 1, 3), gate)), cache.with_state(
+            kind, {"k": state.k, "v": state.v}
+        )
 
 
-def split_qkv(qkv_BSXHC: jax.Array, clip: float | None = None) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _gated(mixed: jax.Array, gate: jax.Array | None) -> jax.Array:
+    """Outputs times the sigmoid of the gate, if there is one (Qiu et al. 2025)."""
+    return mixed if gate is None else mixed * jax.nn.sigmoid(gate.astype(jnp.float32)).astype(mixed.dtype)
+
+
+def split_qkv(qkv_BSXHC: jax.Array, clip: float | None = None) -> Projected:
     """Queries, keys and values [B, H, S, C] from one product [B, S, 3, H, C]; `clip`: to plus or minus this."""
     qkv = constrain(qkv_BSXHC, "act_batch", "act_seq", None, "act_heads", None)
     if clip is not None:
@@ -84,7 +100,7 @@ def split_qkv(qkv_BSXHC: jax.Array, clip: float | None = None) -> tuple[jax.Arra
     q, k, v = (
         constrain(qkv[:, :, i].transpose(0, 2, 1, 3), "act_batch", "act_heads", "act_seq", None) for i in range(3)
     )
-    return q, k, v
+    return Projected(q, k, v)
 
 
 def active(dropout: nn.Dropout, deterministic: bool) -> Callable[[jax.Array], jax.Array] | None:

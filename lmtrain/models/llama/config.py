@@ -110,6 +110,9 @@ class LlamaConfig(BaseModelConfig):
         description="Normalization of queries and keys: head: within each head (Qwen3); all: over all heads (OLMo2); "
         "weightless: within each head, without weights",
     )
+    attention_gate: bool = architecture(
+        False, description="Multiply the outputs of attention by the sigmoid of a projection of its input (Qwen3-Next)"
+    )
     norm_position: Literal["pre", "post", "both"] = architecture(
         "pre",
         description="Position of norms: pre: before attention and MLP; post: on their outputs (OLMo2); both (Gemma 2)",

@@ -31,7 +31,7 @@ from jax.nn.initializers import normal
 from lmtrain.models.decoder import Decoder
 from lmtrain.models.gated_delta.layer import GatedDelta
 from lmtrain.models.interface import NO_DOCUMENTS, Documents, LogitCap
-from lmtrain.models.layers.block import Attention, Block, TokenMixer
+from lmtrain.models.layers.block import Attention, Block, Projected, TokenMixer
 from lmtrain.models.layers.linear import Linear
 from lmtrain.models.layers.mlp import Mlp, RmsNorm
 from lmtrain.models.layers.rope import frequencies, magnitude, rotate
@@ -51,7 +51,9 @@ class LlamaAttention(Attention):
         embed, head_dim = ("embed", c.hidden_dim), ("head_dim", c.head_width)
         heads, kv_heads = ("heads", c.num_heads), ("kv_heads", c.kv_heads)
         bias = c.use_bias or c.use_qkv_bias
-        self.q = Linear((embed,), (heads, head_dim), init, bias)
+        # with a gate, a head has its query and then its gate, in one product
+        of_queries = ("head_dim", 2 * c.head_width) if c.attention_gate else head_dim
+        self.q = Linear((embed,), (heads, of_queries), init, bias)
         self.k = Linear((embed,), (kv_heads, head_dim), init, bias)
         self.v = Linear((embed,), (kv_heads, head_dim), init, bias)
         self.out = Linear((heads, head_dim), (embed,), init, c.use_bias)
@@ -66,10 +68,11 @@ class LlamaAttention(Attention):
         self.rope = c.rope.local if kind.attention == "sliding" else c.rope
         self.frequency = frequencies(self.rope, c.head_width, c.seq_len)
 
-    def project(self, x: jax.Array, positions_BS: jax.Array | None) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def project(self, x: jax.Array, positions_BS: jax.Array | None) -> Projected:
         positions = jnp.arange(x.shape[1])[None] if positions_BS is None else positions_BS
         # [B, S, H, C], [B, S, K, C] twice; without constraints, the compiler splits some of these products by position
         q = constrain(self.q(x), "act_batch", "act_seq", "act_heads", None)
+        q, gate = jnp.split(q, 2, axis=-1) if self.config.attention_gate else (q, None)
         k, v = (constrain(part(x), "act_batch", "act_seq", "act_kv_heads", None) for part in (self.k, self.v))
         if self.config.qk_norm != "none":
             q, k = self.norm_q(q), self.norm_k(k)
@@ -78,7 +81,7 @@ class LlamaAttention(Attention):
         q, k, v = (part.transpose(0, 2, 1, 3) for part in (q, k, v))
         q = constrain(q, "act_batch", "act_heads", "act_seq", None)
         k, v = (constrain(part, "act_batch", "act_kv_heads", "act_seq", None) for part in (k, v))
-        return q, k, v
+        return Projected(q, k, v, gate)
 
     def scores(self, layer: jax.Array) -> dict[str, Any]:
         c = self.config

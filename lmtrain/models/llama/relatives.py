@@ -25,6 +25,7 @@ _LLAMA: dict[str, Any] = {
     "query_pre_attn_scalar": None,
     "final_logit_cap_type": "tanh",
     "use_head_bias": False,
+    "attention_gate": False,
     "embedding_norm": False,
 }
 

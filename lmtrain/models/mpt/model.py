@@ -24,7 +24,7 @@ import jax
 
 from lmtrain.models.attention.attend import alibi_slopes
 from lmtrain.models.gpt2.model import Gpt2Attention, Gpt2Block, Gpt2LM
-from lmtrain.models.layers.block import split_qkv
+from lmtrain.models.layers.block import Projected, split_qkv
 
 
 class MptAttention(Gpt2Attention):
@@ -34,7 +34,7 @@ class MptAttention(Gpt2Attention):
         super().setup()
         self.slopes = alibi_slopes(self.config.num_heads, self.config.alibi_bias_max)
 
-    def project(self, x: jax.Array, positions_BS: jax.Array | None) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def project(self, x: jax.Array, positions_BS: jax.Array | None) -> Projected:
         return split_qkv(self.qkv(x), self.config.clip_qkv)
 
     def scores(self, layer: jax.Array) -> dict[str, Any]:

@@ -10,9 +10,10 @@ from pydantic import ValidationError
 
 from lmtrain.models.interface import Documents
 from lmtrain.models.llama.config import LlamaConfig
-from lmtrain.models.llama.model import LlamaBlock
+from lmtrain.models.llama.model import LlamaAttention, LlamaBlock
 from lmtrain.models.llama.relatives import relative_of
 from lmtrain.models.registry import build_model
+from lmtrain.run.config import RunConfig
 from lmtrain.runtime.errors import UserError
 
 SIZES = {"hidden_dim": 16, "intermediate_dim": 24, "num_heads": 4, "num_kv_heads": 2, "num_layers": 3, "seq_len": 8}
@@ -81,3 +82,45 @@ def test_settings_without_effect_are_errors(settings, named):
 def test_what_transformers_lacks_is_named_by_the_export(settings, named):
     with pytest.raises(UserError, match=named):
         relative_of(LlamaConfig(**SIZES, **settings))
+
+
+def test_attention_with_a_gate_is_that_of_transformers():
+    import torch
+    from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
+    from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5Attention, Qwen3_5TextRotaryEmbedding
+
+    rope = {"theta": 100.0, "partial_rotary_factor": 0.5}
+    settings = {"head_dim": 8, "attention_gate": True, "qk_norm": "head", "norm_offset": True, "rope": rope}
+    config = LlamaConfig(**SIZES, **settings)
+    layer = LlamaAttention(config, "xla")
+    x = np.random.default_rng(0).normal(size=(2, 8, 16)).astype(np.float32)
+    params = quick.random_like(jax.eval_shape(lambda key: layer.init(key, x, 0, True, Documents()), jax.random.key(0)))
+    found = jax.jit(lambda p: layer.apply({"params": p}, x, 0, True, Documents()))(params)
+
+    parameters = {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5}
+    theirs = Qwen3_5TextConfig(
+        hidden_size=16, num_attention_heads=4, num_key_value_heads=2, head_dim=8, rope_parameters=parameters,
+        rms_norm_eps=config.layer_norm_epsilon, attn_implementation="eager",
+    )  # fmt: skip
+    attention = Qwen3_5Attention(theirs, 0)
+    values = {f"{name}_proj.weight": params[name]["kernel"].reshape(16, -1).T for name in "qkv"}
+    values["o_proj.weight"] = params["out"]["kernel"].reshape(-1, 16).T
+    values |= {f"{name}_norm.weight": params[f"norm_{name}"]["scale"] for name in "qk"}
+    attention.load_state_dict({name: torch.tensor(np.array(value)) for name, value in values.items()})
+    positions = Qwen3_5TextRotaryEmbedding(theirs)(torch.tensor(x), torch.arange(8)[None].repeat(2, 1))
+    mask = torch.full((8, 8), -torch.inf).triu(1)[None, None]
+    with torch.no_grad():
+        expected, _ = attention(torch.tensor(x), positions, mask)
+    np.testing.assert_allclose(found, expected, atol=2e-6 * max(1, float(expected.abs().max())))
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"transfer": {"base": {"hidden_dim": 8, "num_layers": 2, "num_heads": 2}}},
+        {"optimizer": {"type": "muon", "qk_clip": 1.0}},
+    ],
+)
+def test_what_a_gate_does_not_go_with_is_refused(more):
+    with pytest.raises(ValidationError, match="attention_gate"):
+        RunConfig(model={"type": "llama", **SIZES, "attention_gate": True}, **more)
