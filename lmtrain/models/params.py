@@ -168,7 +168,9 @@ def has_auxiliary(model: LanguageModel) -> bool:
     return bool(jax.tree.leaves(sown))
 
 
-_BLOCKS, _ROUTER, _EXPERTS = "blocks", "router", "experts"
+_BLOCKS, _EXPERTS = "blocks", "experts"
+# Layers with few outputs on which much depends: routers, and the gates of Gated DeltaNet.
+_NOT_IN_8_BITS = ("router", "a", "b")
 
 
 def copies(params: Any, products: str, experts: bool = True) -> Any:
@@ -211,7 +213,7 @@ def take_scales(params: Any) -> tuple[Any, Any]:
 def has_copy(path: Sequence[str], experts: bool = True) -> bool:
     """Whether the parameter at a path of the model's tree has an 8-bit copy; `experts`: those of experts have."""
     *layer, name = path
-    is_matrix = name == KERNEL and layer[0] == _BLOCKS and layer[-1] != _ROUTER
+    is_matrix = name == KERNEL and layer[0] == _BLOCKS and layer[-1] not in _NOT_IN_8_BITS
     return is_matrix and (experts or _EXPERTS not in layer)
 
 

@@ -14,7 +14,7 @@ from lmtrain.models.gated_delta.layer import GatedDelta
 from lmtrain.models.interface import NO_DOCUMENTS, Documents
 from lmtrain.models.llama.config import LlamaConfig
 from lmtrain.models.llama.relatives import relative_of
-from lmtrain.models.params import cast, cast_to_compute
+from lmtrain.models.params import cast, cast_to_compute, copies
 from lmtrain.run.config import RunConfig
 from lmtrain.runtime.errors import UserError
 
@@ -111,6 +111,11 @@ def test_decays_are_never_rounded():
         delta = rounded["blocks"]["delta"]
         assert {delta["a_log"].dtype, delta["dt_bias"].dtype} == {jnp.dtype("float32")}
         assert delta["q"]["kernel"].dtype == jnp.bfloat16
+
+
+def test_gates_have_no_8_bit_copy():
+    copied = copies(quick.random_params(hybrid_model()), "fp8")["blocks"]["delta"]
+    assert set(copied) == {"q", "k", "v", "z", "out"}
 
 
 SIZES = {"num_heads": 4, "num_layers": 4, "hidden_dim": 16}
