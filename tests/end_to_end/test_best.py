@@ -1,5 +1,6 @@
 """Early stopping, and the checkpoint with the best evaluation: also across a resume."""
 
+import numpy as np
 import pytest
 from conftest import logged
 from faults.runs import complete_steps
@@ -11,7 +12,7 @@ def test_the_best_checkpoint_is_kept_and_the_run_ends_when_it_no_longer_improves
     settings, write_config, run_cli, tmp_path
 ):
     """The evaluation loss falls, and then rises: the learning rate becomes far too high."""
-    large = {"min_delta": 1.0}  # which no later difference comes near, on any processor
+    large = {"min_delta": 1.0}
     settings["trainer"] |= {"num_train_steps": 60, "steps_per_eval": 2, "id": "one"}
     settings["trainer"]["early_stopping"] = {"patience": 3, **large}
     settings["trainer"]["checkpointer"] = {"save_interval": None, "keep": [], "keep_best": large}
@@ -22,7 +23,10 @@ def test_the_best_checkpoint_is_kept_and_the_run_ends_when_it_no_longer_improves
     last = max(found)
     best = last - 3 * 2
     assert 2 < best < last < 60
-    assert found[best - 2] - found[best] > 1 > found[best] - min(found.values())
+    expected, lowest = 0, np.inf
+    for step, loss in sorted(found.items()):  # which are others on another processor
+        expected, lowest = (step, loss) if loss < lowest - 1 else (expected, lowest)
+    assert best == expected
     assert complete_steps(tmp_path) == [best, last]
     assert f"early stopping after step {last}" in output
     again = run_cli("train", "tiny.yaml", code=0).stderr

@@ -11,7 +11,7 @@ from lmtrain.checkpoint.checkpointer import Checkpointer
 from lmtrain.checkpoint.config import CheckpointerConfig, Kind
 from lmtrain.config.load import LoadedConfig
 from lmtrain.hf.tokenizer import load_tokenizer
-from lmtrain.run.config import RunConfig
+from lmtrain.run.config import RunConfig, resolved
 from lmtrain.run.run import Run, identity, run_id
 from lmtrain.runtime.errors import UserError
 from lmtrain.weights.trained_model import from_checkpoint, from_hf
@@ -41,9 +41,8 @@ def run(tmp_path, monkeypatch):
         if saved is not None:
             checkpointer = Checkpointer(made.checkpoints, CheckpointerConfig())
             about = identity(config) | {"tokenizer": tokenizer.identity, "data_tokens": "x"}
-            checkpointer.save(
-                saved, Kind.PERMANENT, {"params": {"a": np.ones(1)}}, {"run_id": made.id, "identity": about}
-            )
+            run_info = {"run_id": made.id, "identity": about, "config": resolved(config)}
+            checkpointer.save(saved, Kind.PERMANENT, {"params": {"a": np.ones(1)}}, run_info)
             checkpointer.close()
         return made
 
