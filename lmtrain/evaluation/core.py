@@ -38,8 +38,8 @@ _KEYS: dict[str, dict[str, type]] = {
     "schema": {"context_options": list, "continuation": str, "gold": int},
     "language_modeling": {"context": str, "continuation": str},
 }
-# Questions that are scored together; a program stops between batches of them.
-_AT_ONCE = 4096
+# Items whose prompts are in memory at once.
+_AT_ONCE = 1024
 
 Item = Mapping[str, Any]
 
@@ -102,25 +102,30 @@ class Core:
         return f"CORE {metrics['eval/core/metric']:.4f} over {counted(len(self._tasks), 'task')}"
 
     def _accuracy(self, params: Any, task: CoreTask, items: Sequence[Item]) -> float:
-        questions: list[list[Question | None]] = []
-        for number, item in enumerate(items):
-            spans = self._spans(task, item, examples_of(task, items, number))
-            questions.append([self._question(task, *span) for span in spans])
-        asked = [question for group in questions for question in group if question is not None]
-        answers = []
-        for begin in range(0, len(asked), _AT_ONCE):
-            answers += self._scorer.score(params, asked[begin : begin + _AT_ONCE])
-            self._context.progress(min(begin + _AT_ONCE, len(asked)), len(asked), f"likelihoods of {task.label}")
-        left = iter(answers)
         right = 0
-        for item, group in zip(items, questions, strict=True):
-            found = [(None if question is None else next(left), question) for question in group]
+        for begin in range(0, len(items), _AT_ONCE):
+            numbers = range(begin, min(begin + _AT_ONCE, len(items)))
+            right += self._right(params, task, items, numbers)
+            self._context.progress(numbers.stop, len(items), f"items of {task.label}")
+        return right / len(items)
+
+    def _right(self, params: Any, task: CoreTask, items: Sequence[Item], numbers: range) -> int:
+        """How many of the items with these numbers are answered correctly."""
+        questions = [
+            [self._question(task, *span) for span in self._spans(task, items[n], examples_of(task, items, n))]
+            for n in numbers
+        ]
+        asked = [question for group in questions for question in group if question is not None]
+        answers = iter(self._scorer.score(params, asked))
+        right = 0
+        for number, group in zip(numbers, questions, strict=True):
+            found = [(None if question is None else next(answers), question) for question in group]
             if task.kind == "language_modeling":
                 right += all(answer is not None and answer.is_greedy for answer, _ in found)
                 continue
             losses = [-a.log_likelihood / len(q.targets) if a and q else math.nan for a, q in found]
-            right += losses.index(min(losses)) == item["gold"]
-        return right / len(items)
+            right += losses.index(min(losses)) == items[number]["gold"]
+        return right
 
     def _spans(self, task: CoreTask, item: Item, examples: Sequence[Item]) -> list[tuple[list[int], int]]:
         """The tokens of each prompt, and the number of the first one that is scored; the last one is the last."""
@@ -271,8 +276,8 @@ def examples_of(task: CoreTask, items: Sequence[Item], number: int) -> list[Item
     """The examples in the prompt of an item, others than itself."""
     if not task.shots:
         return []
-    others = [index for index in range(len(items)) if index != number]
-    return [items[index] for index in random.Random(_EXAMPLES + number).sample(others, task.shots)]
+    chosen = random.Random(_EXAMPLES + number).sample(range(len(items) - 1), task.shots)
+    return [items[index + (index >= number)] for index in chosen]  # without the item itself
 
 
 def prompts_of(task: CoreTask, item: Item, examples: Sequence[Item]) -> list[str]:
