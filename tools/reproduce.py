@@ -274,7 +274,7 @@ def settings_of_depth(config: str, depth: int, law: dict[str, Any], given: list[
     if at_once > 0:  # as many activations as in the recipe
         deeper = depth / model.num_layers
         at_once = max(1, 2 ** math.floor(math.log2(at_once * min(larger, 1 / (wider * deeper)))))
-    told = (
+    summary = (
         f"depth {depth}: {now:,} parameters that multiply, {heads * head} wide, {steps:,} steps of {batch * larger:.0f}"
     )
     settings = {
@@ -285,20 +285,20 @@ def settings_of_depth(config: str, depth: int, law: dict[str, Any], given: list[
         **{f"optimizer.{name}": value for name, value in scaled(optimizer).items()},
         "optimizer.groups": groups,
     }
-    return settings, told
+    return settings, summary
 
 
 def with_depth(config: str, depth: int, law: dict[str, Any] | None, check: list[str], given: list[str]) -> list[str]:
     """The arguments of `lmtrain train` with --depth: those of --check as they follow from it, and the given ones."""
     if law is None:
         fail(f"--depth: {Path(config).stem} has one size")
-    own, told = settings_of_depth(config, depth, law, check)
+    own, summary = settings_of_depth(config, depth, law, check)
     names = [flag.removeprefix("--").split("=")[0] for flag in given if flag.startswith("--")]
     if taken := [
         each for each in names if any(f"{name}.".startswith(f"{each}.") or each.startswith(f"{name}.") for name in own)
     ]:
         fail(f"--{taken[0]}: --depth sets it" + ("" if taken[0] in own else ", or a part of it"))
-    print(told)
+    print(summary)
     kept = [flag for flag in check if flag.removeprefix("--").split("=")[0] not in own]
     return [*kept, *(f"--{name}={json.dumps(value)}" for name, value in own.items()), *given]
 

@@ -33,8 +33,7 @@ _SETTING = "trainer.core.bundle"
 _ORDER, _EXAMPLES = 1337, 1234
 # For each kind of task, the keys of its items and the types of their values.
 _KEYS: dict[str, dict[str, type]] = {
-    "multiple_choice": {"query": str, "choices": list, "gold": int},
-    "completion": {"query": str, "choices": list, "gold": int},
+    **{key: {"query": str, "choices": list, "gold": int} for key in ("multiple_choice", "completion")},
     "schema": {"context_options": list, "continuation": str, "gold": int},
     "language_modeling": {"context": str, "continuation": str},
 }
@@ -225,20 +224,20 @@ def read_items(task: CoreTask) -> list[Item]:
     items: list[Item] = []
     for number, line in enumerate(_read(task.file).split("\n"), 1):
         if line and not line.isspace():
-            if reason := _problem(line, task.kind):
+            try:
+                item = json.loads(line)
+            except ValueError as error:
+                raise UserError(f"{task.file}:{number}: invalid JSON: {error}") from None
+            if reason := _problem(item, task.kind):
                 raise UserError(f"{task.file}:{number}: {reason}")
-            items.append(json.loads(line))
+            items.append(item)
     if not items:
         raise UserError(f"{task.file}: has no items")
     return items
 
 
-def _problem(line: str, kind: str) -> str:
-    """What is wrong with the line of an item; empty if it is right."""
-    try:
-        item = json.loads(line)
-    except ValueError as error:
-        return f"invalid JSON: {error}"
+def _problem(item: Any, kind: str) -> str:
+    """What is wrong with an item; empty if it is right."""
     if not isinstance(item, dict):
         return "expected an object"
     for key, expected in _KEYS[kind].items():
@@ -253,7 +252,6 @@ def _problem(line: str, kind: str) -> str:
     if options is not None and not 0 <= item["gold"] < len(options):
         return f"gold {item['gold']} is none of the {len(options)} answers, which count from 0"
     try:
-        line.encode()
         json.dumps(item, ensure_ascii=False).encode()
     except UnicodeEncodeError:
         return "has a surrogate, which is no character"

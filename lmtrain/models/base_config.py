@@ -306,6 +306,11 @@ class BaseModelConfig(Sizes):
         return None
 
     @property
+    def obstacles(self) -> Mapping[str, str]:
+        """Why settings of a run do not fit this model, by their names: lora, transfer, optimizer.qk_clip."""
+        return {}
+
+    @property
     def attention_needs(self) -> set[str]:
         """The features that attention needs, as keys of `FEATURES` in `models/attention/names.py`."""
         return set[str]().union(*(mixer.features for mixer in self.all_mixers))

@@ -90,7 +90,9 @@ class Decoder(nn.Module):
     def setup(self) -> None:
         c = self.config
         entries, init = ("vocab", c.padded(self.vocab_size)), normal(c.initial_range(c.hidden_dim))
-        self.tokens = Embed(entries, c.hidden_dim, init, self.is_tied, self.is_tied and self.has_head_bias)
+        self.tokens = Embed(
+            entries, c.hidden_dim, init, is_head=self.is_tied, has_bias=self.is_tied and self.has_head_bias
+        )
         if self.has_embedding_norm:
             self.norm_tokens = self.build_norm()
         if self.has_learned_positions:
@@ -100,7 +102,7 @@ class Decoder(nn.Module):
         self.blocks = stack(self.block, pattern, c.num_layers, c.scan_layers, c.gradient_checkpointing)
         self.norm_final = self.build_norm()
         if not self.is_tied:
-            self.unembed = Embed(entries, c.hidden_dim, init, True, self.has_head_bias)
+            self.unembed = Embed(entries, c.hidden_dim, init, is_head=True, has_bias=self.has_head_bias)
 
     def __call__(self, tokens_BS: jax.Array) -> jax.Array:
         hidden = self.hidden(tokens_BS, deterministic=True)

@@ -97,6 +97,11 @@ class RunConfig(HuggingFaceConfig):
         if len(given) > 1:
             raise field_error(given[0], f"set together with {given[1]}; remove one of them")
         self._check_samples()
+        of_run = {"lora": self.lora, "transfer": self.transfer}
+        of_run["optimizer.qk_clip"] = getattr(self.optimizer, "qk_clip", None)
+        for name, reason in self.model.obstacles.items():
+            if of_run[name] is not None:
+                raise field_error(name, reason)
         self._check_lora()
         self._check_objective(given)
         self._check_transfer()
@@ -166,11 +171,7 @@ class RunConfig(HuggingFaceConfig):
             )
 
     def _check_groups(self) -> None:
-        """Raise an error for initial values and QK-clip without effect."""
-        if getattr(self.optimizer, "qk_clip", None) is not None and getattr(self.model, "qk_norm", "none") != "none":
-            raise field_error("optimizer.qk_clip", "has no effect with model.qk_norm, which scales scores; remove one")
-        if getattr(self.optimizer, "qk_clip", None) is not None and getattr(self.model, "attention_gate", False):
-            raise field_error("optimizer.qk_clip", "would scale gates with queries (model.attention_gate); set qk_norm")
+        """Raise an error for initial values without effect."""
         for name in ("initialize_from_hf", "initialize_from_checkpoint_path"):
             if getattr(self, name) and any(group.initial_std is not None for group in self.optimizer.groups):
                 raise field_error("optimizer.groups", f"initial_std has no effect with {name}; remove it")
@@ -185,8 +186,6 @@ class RunConfig(HuggingFaceConfig):
             )
         if not (self.initialize_from_hf or self.initialize_from_checkpoint_path):
             raise field_error("lora", "needs a base: set initialize_from_hf or initialize_from_checkpoint_path")
-        if getattr(self.model, "linear_attention", None) is not None:
-            raise field_error("lora", "has no adapters for linear layers (model.linear_attention); train in full")
         products = self.trainer.precision.products
         if self.base_quantization is not None and products not in (None, self.base_quantization):
             raise field_error(
@@ -201,10 +200,6 @@ class RunConfig(HuggingFaceConfig):
         """Raise an error for settings that do not fit the transfer between sizes."""
         if self.transfer is None:
             return
-        if getattr(self.model, "linear_attention", None) is not None:
-            raise field_error("transfer", "linear layers (model.linear_attention) have no transfer rule; remove one")
-        if getattr(self.model, "attention_gate", False):
-            raise field_error("transfer", "model.attention_gate has no transfer rule; remove one")
         base_of(self.model, self.transfer.base)
         if self.lora is not None:
             raise field_error("transfer", "adapters have no sizes to transfer between; remove it, or lora")

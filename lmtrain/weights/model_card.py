@@ -5,9 +5,11 @@ what is above: a page that was edited is no longer one of lmtrain, and an export
 """
 
 import hashlib
+import json
 import os
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,10 +19,12 @@ from lmtrain import __version__
 from lmtrain.data.config import BatchSizes
 from lmtrain.runtime.redact import redact
 from lmtrain.runtime.storage import fill_run_id
-from lmtrain.tracking.json_log import read_objects
 
 CARD = "README.md"
 
+# The beginning of a line of metrics; and the numbers of training and evaluation in it, by the beginning of their names.
+_STEP = re.compile(rb'\{"step": (\d+)')
+_VALUES = {"train/loss": re.compile(rb'"train/loss": -?\d'), "eval/": re.compile(rb'"eval/[^"]*": -?\d')}
 _MARK = re.compile(rb"<!-- lmtrain ([0-9a-f]{64}) -->\n")
 
 
@@ -77,18 +81,35 @@ class ModelCard:
     def _losses(self, step: int) -> Iterator[tuple[str, str]]:
         """The last training loss and the results of the last evaluation, up to the step; none without the run's log."""
         folder = fill_run_id(self.config["trainer"]["log_dir"], self.run)
-        found: dict[str, tuple[int, float]] = {}
-        try:
-            for line in read_objects(os.path.join(folder, f"{self.run}.metrics.jsonl")):
-                if (at := int(line.get("step", step + 1))) <= step:
-                    names = [name for name in line if name == "train/loss" or name.startswith("eval/")]
-                    found |= {name: (at, float(line[name])) for name in names if line[name] is not None}
-        except (OSError, ValueError, TypeError):
-            return
-        evaluated = max((at for name, (at, _) in found.items() if name != "train/loss"), default=0)
-        for name, (at, value) in sorted(found.items(), key=lambda item: (item[0] != "train/loss", item[0])):
-            if name == "train/loss" or at == evaluated:
-                yield f"`{name}`, step {at:,}", f"{value:,.0f}" if value.is_integer() else f"{value:.4f}"
+        for at, prefix in _last_lines(os.path.join(folder, f"{self.run}.metrics.jsonl"), step):
+            for name, value in sorted(at.items()):
+                if name.startswith(prefix) and isinstance(value, int | float):
+                    shown = f"{value:,.0f}" if float(value).is_integer() else f"{value:.4f}"
+                    yield f"`{name}`, step {at['step']:,}", shown
+
+
+def _last_lines(path: str, step: int) -> Iterator[tuple[dict[str, Any], str]]:
+    """The values of the last line with a training loss, and of the last step with results of evaluations, up to a step,
+    each with the beginning of the names. Other lines of the log, of which a long run has millions, are not parsed."""
+    lines: dict[str, list[bytes]] = {prefix: [] for prefix in _VALUES}
+    last = dict.fromkeys(_VALUES, -1)
+    try:
+        with open(path, "rb") as file:
+            for line in file:
+                begin = _STEP.match(line)
+                number = int(begin[1]) if begin else step + 1
+                for prefix, has_value in _VALUES.items() if number <= step else ():
+                    if has_value.search(line):
+                        lines[prefix] = [*(lines[prefix] if number == last[prefix] else []), line]
+                        last[prefix] = number
+    except OSError:
+        return
+    for prefix, own in lines.items():
+        values: dict[str, Any] = {}
+        for line in own:
+            with suppress(ValueError):  # a line that is half written
+                values |= json.loads(line)
+        yield values, prefix
 
 
 def is_unchanged_card(content: bytes) -> bool:

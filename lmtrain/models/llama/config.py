@@ -1,6 +1,6 @@
 """Settings of the Llama family."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BeforeValidator, SerializerFunctionWrapHandler, model_serializer, model_validator
@@ -304,6 +304,19 @@ class LlamaConfig(BaseModelConfig):
         linear = None if own is None else GatedDeltaMixer(self.hidden_dim, own)
         kinds = zip(self.kinds, attention, strict=True)
         return tuple(linear if linear is not None and kind.attention == "linear" else each for kind, each in kinds)
+
+    @property
+    def obstacles(self) -> Mapping[str, str]:
+        found: dict[str, str] = {}
+        if self.qk_norm != "none":
+            found["optimizer.qk_clip"] = "has no effect with model.qk_norm, which scales scores; remove one"
+        if self.attention_gate:
+            found["transfer"] = "model.attention_gate has no transfer rule; remove one"
+            found.setdefault("optimizer.qk_clip", "would scale gates with queries (model.attention_gate); set qk_norm")
+        if self.linear_attention is not None:
+            found["lora"] = "has no adapters for linear layers (model.linear_attention); train in full"
+            found["transfer"] = "linear layers (model.linear_attention) have no transfer rule; remove one"
+        return found
 
     @property
     def attention_needs(self) -> set[str]:

@@ -94,7 +94,6 @@ class HessianEstimate(StepPart):
 class HighestScores(StepPart):
     """The highest scores of attention, for an optimizer that keeps them below a threshold."""
 
-    threshold: float
     sown: ClassVar[tuple[str, ...]] = (SCORES,)
 
     def arguments(self, work: Work, scores: Mapping[str, jax.Array]) -> dict[str, Any]:
@@ -148,7 +147,7 @@ def choose_parts(
         (EightBitCopies, products),
         (Taught, teacher),
         (HessianEstimate, hessian),
-        (HighestScores, qk_clip),
+        (lambda _: HighestScores(), qk_clip),
         (Balance, balance_rate),
         (Average, averaging),
         (Norms, watch),
