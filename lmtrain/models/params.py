@@ -14,7 +14,7 @@ from flax import struct
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from lmtrain.models.attention.names import PLAIN
-from lmtrain.models.gated_delta.mixer import EXACT
+from lmtrain.models.gated_delta.config import EXACT
 from lmtrain.models.interface import LanguageModel
 from lmtrain.models.layers.quantized import EIGHT_BIT_TYPES, FORMATS, KERNEL, SCALE, Quantized, quantize
 from lmtrain.models.moe.load import BIAS

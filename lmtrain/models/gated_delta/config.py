@@ -1,10 +1,21 @@
-"""Settings of Gated DeltaNet layers."""
+"""Settings of Gated DeltaNet layers, and the token mixer that they describe, for FLOPs, plans and caches.
+Imports no JAX."""
+
+from collections.abc import Mapping, Set
+from dataclasses import dataclass
 
 from pydantic import model_validator
 
 from lmtrain.config.section import architecture
 from lmtrain.models.base_config import Sizes
+from lmtrain.models.mixer import SequenceSplit, StateArray, linear_flops
 from lmtrain.runtime.errors import field_error
+
+# Names of parameters that are float32 in every computation: rounded to 16 bits, they change the decay.
+EXACT = ("a_log", "dt_bias")
+
+# Positions of a chunk of the rule: fewer waste a matrix unit of 128 x 128, more need more products.
+CHUNK = 128
 
 
 class GatedDeltaConfig(Sizes):
@@ -21,3 +32,41 @@ class GatedDeltaConfig(Sizes):
         if self.num_value_heads % self.num_key_heads:
             raise field_error("num_value_heads", f"must be a multiple of num_key_heads {self.num_key_heads}")
         return self
+
+
+@dataclass(frozen=True)
+class GatedDeltaMixer:
+    """The gated delta rule of a layer, with the projections around it."""
+
+    hidden_dim: int
+    config: GatedDeltaConfig
+
+    @property
+    def forgets(self) -> bool:
+        return True
+
+    @property
+    def features(self) -> Set[str]:
+        return set()
+
+    def flops(self, seq_len: int, causal: bool) -> tuple[float, float]:
+        """Those of the projections, the convolution and the rule in chunks of `CHUNK`; none depend on the length."""
+        c = self.config
+        keys, values = c.num_key_heads * c.key_head_dim, c.num_value_heads * c.value_head_dim
+        projections = linear_flops(self.hidden_dim, 2 * keys + 3 * values + 2 * c.num_value_heads)
+        convolution = 2 * c.conv_kernel_dim * (2 * keys + values)
+        products_of_keys = 4 * CHUNK * c.key_head_dim * c.num_key_heads / c.num_value_heads
+        state, chunk = 6 * c.key_head_dim * c.value_head_dim, 4 * CHUNK * c.value_head_dim + CHUNK**2 / 3
+        return projections + convolution + c.num_value_heads * (state + products_of_keys + chunk), 0.0
+
+    def split(self, parts: int, head_parts: int) -> SequenceSplit | None:
+        return None
+
+    def state(self, length: int) -> Mapping[str, StateArray]:
+        """The state before the last token and after it, since generation may read the last token again; the inputs of
+        the convolution; and how many tokens there were."""
+        c = self.config
+        state = StateArray((c.num_value_heads, c.key_head_dim, c.value_head_dim), "float32")
+        channels = 2 * c.num_key_heads * c.key_head_dim + c.num_value_heads * c.value_head_dim
+        inputs = StateArray((c.conv_kernel_dim, channels))
+        return {"before": state, "after": state, "inputs": inputs, "seen": StateArray((), "int32")}

@@ -16,8 +16,7 @@ import jax.numpy as jnp
 from jax.nn.initializers import Initializer, normal
 
 from lmtrain.models.cache import StackCache
-from lmtrain.models.gated_delta.convolution import causal_convolution
-from lmtrain.models.gated_delta.mixer import GatedDeltaMixer
+from lmtrain.models.gated_delta.config import GatedDeltaMixer
 from lmtrain.models.gated_delta.rule import gated_delta_rule, gated_delta_step
 from lmtrain.models.interface import Documents
 from lmtrain.models.layers.linear import Dims, Linear, declare, sizes
@@ -158,6 +157,26 @@ class GatedDelta(nn.Module):
         mixed = constrain(normal.astype(x.dtype), "act_batch", "act_seq", "act_heads", None)
         result: jax.Array = self.out(mixed)
         return result
+
+
+def causal_convolution(
+    x_BTD: jax.Array, kernel_WD: jax.Array, positions_BT: jax.Array, before_BWD: jax.Array | None = None
+) -> jax.Array:
+    """silu(sum over w of kernel[W - 1 - w] * x at w positions before), [B, T, D], in the dtype of `x`.
+
+    `positions` are those within documents: earlier documents are not seen. `before` [B, W - 1, D] are the inputs before
+    the first; None: zeros.
+    """
+    width, length = kernel_WD.shape[0], x_BTD.shape[1]
+    if before_BWD is None:
+        before_BWD = jnp.zeros((x_BTD.shape[0], width - 1, x_BTD.shape[2]), x_BTD.dtype)
+    padded = jnp.concatenate([before_BWD, x_BTD], axis=1)
+    total = jnp.zeros(x_BTD.shape, jnp.float32)
+    for back in range(width):
+        first = width - 1 - back
+        seen = jnp.where((positions_BT >= back)[..., None], padded[:, first : first + length], 0)
+        total += seen.astype(jnp.float32) * kernel_WD[first].astype(jnp.float32)
+    return jax.nn.silu(total).astype(x_BTD.dtype)
 
 
 def _uniform(low: float, high: float) -> Initializer:

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from lmtrain.models.gated_delta.mixer import CHUNK
+from lmtrain.models.gated_delta.config import CHUNK
 
 # The only values of a chunk that the gradient keeps.
 _INVERSE = "gated_delta_inverse"

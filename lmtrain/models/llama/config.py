@@ -7,8 +7,7 @@ from pydantic import BeforeValidator, SerializerFunctionWrapHandler, model_seria
 
 from lmtrain.config.section import Section, architecture, identity
 from lmtrain.models.base_config import POSITIONS, BaseModelConfig, Mixture, RopeConfig
-from lmtrain.models.gated_delta.config import GatedDeltaConfig
-from lmtrain.models.gated_delta.mixer import GatedDeltaMixer
+from lmtrain.models.gated_delta.config import GatedDeltaConfig, GatedDeltaMixer
 from lmtrain.models.mixer import Mixer, linear_flops, mlp_flops
 from lmtrain.models.moe.config import MoeConfig
 from lmtrain.runtime.errors import field_error, nearest_divisors
