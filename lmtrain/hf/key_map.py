@@ -2,9 +2,10 @@
 
 Our parameters are a tree with slash-separated paths (`blocks/attn/qkv/kernel`), stacked over layers. Theirs have flat
 names, one per layer (`transformer.h.{layer}.attn.c_attn.weight`). A row maps a path to a name and describes how the
-shapes correspond. A parameter that only one side has is an error.
+shapes correspond. Rows with one name are parts of one tensor. A parameter that only one side has is an error.
 """
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,12 +16,18 @@ import numpy as np
 @dataclass(frozen=True)
 class Row:
     """Maps `ours` to `theirs` and back. With `{layer}` in `theirs`, the first dimension of ours is the layer, with
-    `{expert}` the second one the expert. `layers` are the numbers of the layers that have it; None: all.
+    `{expert}` the second one the expert. `layers` are the numbers of the layers that have it; None: all. `named_in` are
+    those in which it has this name, if it has others elsewhere; `also` is another name that files can have.
 
     `rows` is the number of our dimensions (without the layer) that become the first dimension of their matrix; the
     others become the second. None keeps the shape, 0 flattens to a vector. `transpose` swaps their two dimensions,
     as in torch's Linear. With `vocab`, the first dimension is the vocabulary, which ours pads. With `cut`, ours may
-    be the first rows of theirs, for fewer positions. Theirs is ours multiplied by `factor`.
+    be the first rows of theirs, for fewer positions. Theirs is ours multiplied by `factor`. What is `exact` has float32
+    in every file and every run. `has_middle`: their matrix has a dimension of 1 between its two, as the kernel of a
+    depthwise convolution in torch.
+
+    Rows with equal `theirs` are joined in their order by the first dimension of their tensor; with `groups`, each has
+    that many equal parts, and the tensor has the first parts of all rows, then the second ones.
     """
 
     ours: str
@@ -30,7 +37,12 @@ class Row:
     vocab: bool = False
     cut: bool = False
     layers: tuple[int, ...] | None = None
+    named_in: tuple[int, ...] | None = None
     factor: float = 1.0
+    exact: bool = False
+    also: str | None = None
+    has_middle: bool = False
+    groups: int = 1
 
     @property
     def is_stacked(self) -> bool:
@@ -55,13 +67,15 @@ class Row:
         if self.rows is not None:
             first = int(np.prod(array.shape[: self.rows]))
             array = array.reshape(first, -1) if self.rows else array.reshape(-1)
-        return array.T if self.transpose else array
+        array = array.T if self.transpose else array
+        return array[:, None] if self.has_middle else array
 
     def their_shape(self, shape: Sequence[int], vocab_size: int) -> tuple[int, ...]:
         return self._arranged(np.broadcast_to(np.int8(0), shape), vocab_size).shape
 
     def to_ours(self, array: np.ndarray, shape: Sequence[int]) -> np.ndarray:
         """Convert their tensor to our array of `shape` (of one layer). Raises ValueError if the sizes differ."""
+        array = array[:, 0] if self.has_middle else array
         array = (array.T if self.transpose else array).reshape(shape)
         return array if self.factor == 1 else array / self.factor
 
@@ -80,12 +94,27 @@ Table = Sequence[Row | Zeros]
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """One of their tensors: its name, shape, row of the table, and its place in our array: layer and expert."""
+    """One of their tensors: its name, shape, rows of the table (none: all zeros), and its place in our arrays: layer
+    and expert. `sizes` are the lengths of the rows' parts in a group; `also` is another name in some files."""
 
     name: str
     shape: tuple[int, ...]
-    row: Row | Zeros
+    rows: tuple[Row, ...]
+    sizes: tuple[int, ...] = ()
     index: tuple[int, ...] = ()
+    also: str | None = None
+
+    @property
+    def is_vocab(self) -> bool:
+        return any(row.vocab for row in self.rows)
+
+    @property
+    def is_exact(self) -> bool:
+        return any(row.exact for row in self.rows)
+
+    def part_of(self, number: int, array: Any) -> Any:
+        """The tensor of a row alone, of their tensor as an array of numpy or JAX."""
+        return array if len(self.rows) == 1 else cut_rows(array, self.sizes, self.rows[0].groups, number)
 
 
 def build_pieces(table: Table, shapes: Mapping[str, Sequence[int]], num_layers: int, vocab_size: int) -> list[Piece]:
@@ -98,37 +127,70 @@ def build_pieces(table: Table, shapes: Mapping[str, Sequence[int]], num_layers: 
         missing, unexpected = sorted(rows - parameters)[:5], sorted(parameters - rows)[:5]
         raise ValueError(f"parameters do not match the table: missing {missing}, unexpected {unexpected}")
 
-    def pieces(row: Row | Zeros, layer: int | None) -> Iterator[Piece]:
-        place = row.layers.index(layer) if isinstance(row, Row) and row.layers is not None else layer
+    def pieces(entry: Zeros | tuple[Row, ...], layer: int | None) -> Iterator[Piece]:
+        if isinstance(entry, Zeros):
+            index = () if layer is None else (layer,)
+            yield Piece(name=entry.theirs.format(layer=layer), shape=entry.shape, rows=(), sizes=(), index=index)
+            return
+        first = entry[0]
+        place = first.layers.index(layer) if first.layers is not None and layer is not None else layer
         index = () if place is None else (place,)
-        if isinstance(row, Zeros):
-            yield Piece(name=row.theirs.format(layer=layer), shape=row.shape, row=row, index=index)
-            return
-        theirs = row.their_shape(shapes[row.ours][row.stacked_dims :], vocab_size)
-        if row.stacked_dims < 2:
-            yield Piece(name=row.theirs.format(layer=layer), shape=theirs, row=row, index=index)
-            return
-        for expert in range(shapes[row.ours][1]):
-            yield Piece(
-                name=row.theirs.format(layer=layer, expert=expert), shape=theirs, row=row, index=(*index, expert)
-            )
+        theirs = [row.their_shape(shapes[row.ours][row.stacked_dims :], vocab_size) for row in entry]
+        sizes = tuple(sum(shape[:1]) // row.groups for shape, row in zip(theirs, entry, strict=True))
+        shape = theirs[0] if len(entry) == 1 else (sum(sizes) * first.groups, *theirs[0][1:])
+        experts = [None] if first.stacked_dims < 2 else range(shapes[first.ours][1])
+        for expert in experts:
+            name = first.theirs.format(layer=layer, expert=expert)
+            at = index if expert is None else (*index, expert)
+            also = None if first.also is None else first.also.format(layer=layer, expert=expert)
+            yield Piece(name=name, shape=shape, rows=entry, sizes=sizes, index=at, also=also)
 
-    unstacked = [piece for row in table if not row.is_stacked for piece in pieces(row, None)]
-    stacked = [row for row in table if row.is_stacked]
-    return unstacked + [
-        piece
-        for layer in range(num_layers)
-        for row in stacked
-        if isinstance(row, Zeros) or row.layers is None or layer in row.layers
-        for piece in pieces(row, layer)
+    entries = list(joined_rows(table))
+    stacked = [entry for entry in entries if _is_stacked(entry)]
+    return [
+        *(piece for entry in entries if not _is_stacked(entry) for piece in pieces(entry, None)),
+        *(
+            piece
+            for layer in range(num_layers)
+            for entry in stacked
+            if isinstance(entry, Zeros) or _is_in(entry[0], layer)
+            for piece in pieces(entry, layer)
+        ),
     ]
+
+
+def joined_rows(table: Table) -> Iterator[Zeros | tuple[Row, ...]]:
+    """The entries of a table, rows of one tensor together."""
+    for _, entries in itertools.groupby(table, lambda entry: (entry.theirs, getattr(entry, "named_in", None))):
+        first, *others = entries
+        yield first if isinstance(first, Zeros) else (first, *(row for row in others if isinstance(row, Row)))
+
+
+def cut_rows(array: Any, sizes: Sequence[int], groups: int, number: int, axis: int = 0) -> Any:
+    """The part of joined rows with this number: `sizes` are the lengths of the parts in each group."""
+    before, after, first = array.shape[:axis], array.shape[axis + 1 :], sum(sizes[:number])
+    grouped = array.reshape(*before, groups, -1, *after)
+    part = grouped[(*(slice(None) for _ in before), slice(None), slice(first, first + sizes[number]))]
+    return part.reshape(*before, groups * sizes[number], *after)
+
+
+def _is_stacked(entry: Zeros | tuple[Row, ...]) -> bool:
+    return entry.is_stacked if isinstance(entry, Zeros) else entry[0].is_stacked
+
+
+def _is_in(row: Row, layer: int) -> bool:
+    return all(layers is None or layer in layers for layers in (row.layers, row.named_in))
 
 
 def take(piece: Piece, get: Callable[[str, tuple[int, ...]], np.ndarray], vocab_size: int) -> np.ndarray:
     """Values of one of their tensors. `get(path, index)` returns our array at this index of its first dimensions."""
-    if isinstance(piece.row, Zeros):
+    if not piece.rows:
         return np.zeros(piece.shape, np.float32)
-    return piece.row.to_theirs(get(piece.row.ours, piece.index), vocab_size)
+    parts = [row.to_theirs(get(row.ours, piece.index), vocab_size) for row in piece.rows]
+    if len(parts) == 1:
+        return parts[0]
+    grouped = [part.reshape(piece.rows[0].groups, -1, *part.shape[1:]) for part in parts]
+    return np.concatenate(grouped, axis=1).reshape(piece.shape)
 
 
 def resize_vocab(array: Any, vocab_size: int, rows: int, numpy: Any = np) -> Any:

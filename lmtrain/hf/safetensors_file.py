@@ -105,11 +105,11 @@ class SafetensorsWeights:
         return read_tensor(path, TensorInfo(info.dtype, shape, begin, begin + shape[0] * width))
 
 
-def header_of(shapes: Mapping[str, Sequence[int]], dtype: np.dtype[Any]) -> bytes:
-    """Header of a file with these tensors; their data follow in the same order."""
+def header_of(tensors: Mapping[str, tuple[Sequence[int], np.dtype[Any]]]) -> bytes:
+    """Header of a file with tensors of these shapes and dtypes; their data follow in the same order."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # required by transformers 4
     offset = 0
-    for name, shape in shapes.items():
+    for name, (shape, dtype) in tensors.items():
         size = dtype.itemsize * math.prod(shape)
         entries[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [offset, offset + size]}
         offset += size

@@ -63,11 +63,6 @@ def merge_layer(kernel: np.ndarray, a: np.ndarray, b: np.ndarray, scale: float) 
     return np.where(delta == 0, kernel, kernel + delta)
 
 
-def adapted_layers(flat: Mapping[str, Any]) -> list[str]:
-    """The paths of the layers with an adapter, in a tree of adapters by path."""
-    return sorted(path.removesuffix(f"/{A}") for path in flat if path.endswith(f"/{A}"))
-
-
 def trained_in_full(flat: Mapping[str, Any]) -> list[str]:
     """The paths of the parameters that are trained in full, in a tree of adapters by path."""
     return [path for path in flat if not path.endswith((f"/{A}", f"/{B}"))]
@@ -144,6 +139,12 @@ class AdaptedModel:
             for name in [name for name in flat if name.endswith(f"/{A}")]:
                 lead = flat[name].shape[:-2]
                 flat[f"{name.removesuffix(A)}{RATE}"] = jnp.full(lead, self.rate, jnp.float32)
+        for site in self.sites:
+            if site.parts:
+                own = {name: flat.pop(f"{site.path}/{name}") for name in (A, B, RATE) if f"{site.path}/{name}" in flat}
+                for number, path in enumerate(site.parts):
+                    values = own | {B: site.of_part(number, own[B])}
+                    flat |= {f"{path}/{name}": value for name, value in values.items()}
         everything = {**variables, "params": base, LORA: unflatten(flat)}
         if scales:
             everything[QUANTIZED] = unflatten(flatten(scales) | flatten(variables.get(QUANTIZED, {})))

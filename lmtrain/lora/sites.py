@@ -3,10 +3,10 @@
 import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from lmtrain.hf.key_map import Row, Table
+from lmtrain.hf.key_map import Row, Table, Zeros, cut_rows, joined_rows
 from lmtrain.runtime.errors import UserError, suggest_name
 
 ALL_LINEAR = "all-linear"
@@ -24,6 +24,8 @@ _EMBEDDING, _HEAD = "embed_tokens", "lm_head"
 class Site:
     """A linear layer: its path here, its name in Hugging Face (with `{layer}` if it is stacked), and its sizes.
 
+    A layer of theirs can be several of ours, `parts`, which share an adapter at `path`: the outputs of each are `sizes`
+    rows in every one of the `groups` of their matrix.
     `layers` are the numbers of the blocks that have it, None for a layer that is not in the stack of blocks.
     `is_conv1d`: theirs stores [in, out].
     """
@@ -34,6 +36,18 @@ class Site:
     outputs: int
     layers: tuple[int, ...] | None
     is_conv1d: bool
+    parts: tuple[str, ...] = ()
+    sizes: tuple[int, ...] = ()
+    groups: int = 1
+
+    @property
+    def paths(self) -> list[str]:
+        """The paths of our layers."""
+        return list(self.parts) or [self.path]
+
+    def of_part(self, number: int, b: Any) -> Any:
+        """The adapter's B [..., out, r] of one of `paths`."""
+        return cut_rows(b, self.sizes, self.groups, number, b.ndim - 2) if self.parts else b
 
     @property
     def modules(self) -> list[str]:
@@ -59,18 +73,34 @@ def list_sites(table: Table, shapes: Mapping[str, Sequence[int]]) -> list[Site]:
     MLPs for adapters on the experts, which have the same names.
     """
     sites, without = [], names_in_mixtures(table)
-    for row in table:
-        if not isinstance(row, Row) or not row.ours.endswith(_KERNEL) or _last_name(row) in without:
+    for rows in joined_rows(table):
+        row = rows if isinstance(rows, Zeros) else rows[0]
+        if isinstance(row, Zeros) or not row.ours.endswith(_KERNEL) or _last_name(row) in without:
             continue
         layers = (row.layers or tuple(range(shapes[row.ours][0]))) if row.is_stacked else None
         shape = shapes[row.ours][1:] if row.is_stacked else shapes[row.ours]
         split = 1 if row.rows is None else row.rows
         inputs, outputs = math.prod(shape[:split]), math.prod(shape[split:])
         path, module = row.ours.removesuffix(_KERNEL), row.theirs.removesuffix(_WEIGHT)
-        sites.append(
-            Site(path=path, module=module, inputs=inputs, outputs=outputs, layers=layers, is_conv1d=not row.transpose)
+        site = Site(
+            path=path, module=module, inputs=inputs, outputs=outputs, layers=layers, is_conv1d=not row.transpose
         )
+        sites.append(site if isinstance(rows, Zeros) or len(rows) == 1 else _joined(site, rows, shapes))
     return sites
+
+
+def _joined(site: Site, rows: Sequence[Row], shapes: Mapping[str, Sequence[int]]) -> Site:
+    """The site of several of our layers, from that of the first."""
+    outputs = [math.prod(shapes[row.ours][row.stacked_dims :]) // site.inputs for row in rows]
+    groups = rows[0].groups
+    return replace(
+        site,
+        path=f"{site.path.rpartition('/')[0]}/{_last_name(rows[0])}",
+        outputs=sum(outputs),
+        parts=tuple(row.ours.removesuffix(_KERNEL) for row in rows),
+        sizes=tuple(size // groups for size in outputs),
+        groups=groups,
+    )
 
 
 def names_in_mixtures(table: Table) -> set[str]:

@@ -23,6 +23,9 @@ from lmtrain.runtime.redact import find_masked, redact
 from lmtrain.runtime.storage import is_url
 from lmtrain.weights.lora_base import base_dtype
 
+# Settings of RoPE that another scaling keeps.
+_KEPT = ("theta", "local_theta", "partial_rotary_factor")
+
 # Maximum share of ids that may belong to other tokens.
 _MAX_DIFFERENT = 0.01
 
@@ -126,7 +129,7 @@ def _with_written(theirs: Mapping[str, Any], config: RunConfig, source: str) -> 
 def _scaled_rope(theirs: Mapping[str, Any], ours: RopeConfig) -> dict[str, Any]:
     """A base model's RoPE with our scaling for a longer context; another type of scaling replaces all but the bases."""
     given = {name: getattr(ours, name) for name in ours.model_fields_set}
-    kept = {name: theirs[name] for name in ("theta", "local_theta") if name in theirs}
+    kept = {name: theirs[name] for name in _KEPT if name in theirs}
     return (kept if "type" in given else dict(theirs)) | given
 
 

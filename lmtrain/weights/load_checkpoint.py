@@ -17,7 +17,6 @@ from lmtrain.lora.model import (
     ADAPTERS,
     BASE,
     AdaptedModel,
-    adapted_layers,
     merge_layer,
     start_from,
     trainable,
@@ -73,7 +72,7 @@ def gather_tensors(params: Any, pieces: Sequence[Piece], layout: Layout, vocab_s
 
 def gather_merged(params: Any, model: AdaptedModel, pieces: Sequence[Piece], layout: Layout) -> Iterator[np.ndarray]:
     """The tensors of the base with the adapters merged in float32; all processes have to iterate over all of them."""
-    adapted = {f"{path}/kernel": path for path in adapted_layers(flatten(params[ADAPTERS]))}
+    adapted = {f"{path}/kernel": (site, n) for site in model.sites for n, path in enumerate(site.paths)}
     full = set(trained_in_full(flatten(params[ADAPTERS])))
     of_base, of_adapters = _reader(params[BASE], layout), _reader(params[ADAPTERS], layout)
 
@@ -81,8 +80,9 @@ def gather_merged(params: Any, model: AdaptedModel, pieces: Sequence[Piece], lay
         values = (of_adapters if path in full else of_base)(path, index)
         if path not in adapted:
             return values
-        a, b = (of_adapters(f"{adapted[path]}/{name}", index) for name in (A, B))
-        return merge_layer(values, a, b, model.scale)
+        site, number = adapted[path]
+        a, b = (of_adapters(f"{site.path}/{name}", index) for name in (A, B))
+        return merge_layer(values, a, site.of_part(number, b), model.scale)
 
     return (take(piece, read, model.vocab_size) for piece in pieces)
 

@@ -3,6 +3,7 @@
 import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import flax.linen as nn
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from lmtrain.hf.key_map import Piece, Row, Zeros, build_pieces, resize_vocab
+from lmtrain.hf.key_map import Piece, build_pieces, resize_vocab
 from lmtrain.hf.weight_files import Weights, open_weights
 from lmtrain.lora.config import LoraConfig
 from lmtrain.lora.model import ADAPTERS, AdaptedModel
@@ -47,7 +48,7 @@ def load_tensors(
     layout: Layout,
     dtype: str,
 ) -> Any:
-    """Parameters like the abstract ones in `boxed`, in `dtype`, with the values of `pieces`.
+    """Parameters like the abstract ones in `boxed`, in `dtype` unless they are exact, with the values of `pieces`.
 
     `names` are the names in the file by those of the pieces. Embeddings are resized to `vocab_size` (see
     `resize_vocab`); only the first learned positions are used. `where` begins the errors: `UserError` for tensors that
@@ -55,32 +56,44 @@ def load_tensors(
     """
     abstract, shardings = flatten(nn.meta.unbox(boxed)), flatten(parameter_shardings(layout, boxed))
 
-    def load(name: str, row: Row, shape: tuple[int, ...], sharding: NamedSharding) -> jax.Array:
+    def reader(piece: Piece) -> Callable[[int, tuple[int, ...], NamedSharding], jax.Array]:
+        """(number of the row, shape, sharding) -> our array of one of the piece's rows."""
+        name, own = names[piece.name], "float32" if piece.is_exact else dtype
         stored = weights.shapes[name]
         if jax.process_count() > 1 and len(stored) > 1 and math.prod(stored) >= _MIN_SHARED:
             split = split_rows(functools.partial(_read_rows, where, weights, name), stored, layout)
-            return jax.block_until_ready(_converting(row, shape, stored[0], vocab_size, dtype, sharding)(split))
-        array = _to_ours(row, _floats(where, name, weights.read(name)), shape, vocab_size).astype(dtype, copy=False)
-        return jax.make_array_from_callback(shape, sharding, lambda index: np.ascontiguousarray(array[index]))
+            like = replace(piece, name="", index=())
+            return lambda *part: jax.block_until_ready(_converting(like, *part, stored[0], vocab_size, own)(split))
+        whole = _floats(where, name, weights.read(name))
+
+        def load(number: int, shape: tuple[int, ...], sharding: NamedSharding) -> jax.Array:
+            array = _to_ours(piece, number, whole, shape, vocab_size).astype(own, copy=False)
+            return jax.make_array_from_callback(shape, sharding, lambda index: np.ascontiguousarray(array[index]))
+
+        return load
 
     flat: dict[str, jax.Array] = {}
     for piece in pieces:
-        row, name = piece.row, names[piece.name]
-        if isinstance(row, Zeros):
-            if np.any(weights.read(name)):
+        if not piece.rows:
+            if np.any(weights.read(names[piece.name])):
                 raise UserError(f"{where}: {piece.name} is not zero, but model.use_bias is false")
             continue
-        shape, sharding = abstract[row.ours].shape, shardings[row.ours]
-        if not piece.index:
-            flat[row.ours] = load(name, row, shape, sharding)
-        else:
-            if row.ours not in flat:
-                flat[row.ours] = jnp.zeros(shape, dtype, device=sharding)
-            dims = len(piece.index)
-            array = load(name, row, shape[dims:], NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[dims:])))
-            flat[row.ours] = _with_part(sharding)(flat[row.ours], array, piece.index)
-        # wait, or the host runs ahead of the devices and holds one more tensor for each piece that it is ahead
-        jax.block_until_ready(flat[row.ours])
+        load = reader(piece)
+        for number, row in enumerate(piece.rows):
+            shape, sharding = abstract[row.ours].shape, shardings[row.ours]
+            if not piece.index:
+                flat[row.ours] = load(number, shape, sharding)
+            else:
+                if row.ours not in flat:
+                    own = "float32" if piece.is_exact else dtype
+                    flat[row.ours] = jnp.zeros(shape, own, device=sharding)
+                dims = len(piece.index)
+                array = load(
+                    number, shape[dims:], NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[dims:]))
+                )
+                flat[row.ours] = _with_part(sharding)(flat[row.ours], array, piece.index)
+            # wait, or the host runs ahead of the devices and holds one more tensor for each piece that it is ahead
+            jax.block_until_ready(flat[row.ours])
     return unflatten(flat)
 
 
@@ -109,16 +122,26 @@ def _with_part(sharding: NamedSharding) -> Any:
 
 @functools.cache
 def _converting(
-    row: Row, shape: tuple[int, ...], rows: int, vocab_size: int, dtype: str, sharding: NamedSharding
+    piece: Piece,
+    number: int,
+    shape: tuple[int, ...],
+    sharding: NamedSharding,
+    rows: int,
+    vocab_size: int,
+    dtype: str,
 ) -> Any:
     """`split rows -> our array`, compiled once for all tensors of the same shape and layout."""
     return jax.jit(
-        lambda split: _to_ours(row, split[:rows], shape, vocab_size, jnp).astype(dtype), out_shardings=sharding
+        lambda split: _to_ours(piece, number, split[:rows], shape, vocab_size, jnp).astype(dtype),
+        out_shardings=sharding,
     )
 
 
-def _to_ours(row: Row, array: Any, shape: tuple[int, ...], vocab_size: int, numpy: Any = np) -> Any:
-    """A stored tensor in our layout, converted with numpy, or on the devices with `jax.numpy`."""
+def _to_ours(
+    piece: Piece, number: int, stored: Any, shape: tuple[int, ...], vocab_size: int, numpy: Any = np
+) -> Any:
+    """A row of a stored tensor in our layout, converted with numpy, or on the devices with `jax.numpy`."""
+    row, array = piece.rows[number], piece.part_of(number, stored)
     if row.vocab:
         return resize_vocab(array, vocab_size, shape[0], numpy)
     return row.to_ours(array[: shape[0]] if row.cut else array, shape)
@@ -188,8 +211,11 @@ def _match(ref: str, weights: Weights, pieces: Sequence[Piece], config: ModelCon
     canonical = hf_family(config.type).canonical
     stored = {known: name for name in weights.shapes if (known := canonical(name)) is not None}
     expected = {piece.name: piece for piece in pieces}
+    for name, piece in expected.items():
+        if piece.also in stored and name not in stored:
+            stored[name] = stored.pop(piece.also)
     if _HEAD in stored and _HEAD not in expected:
-        embedding = next(name for name, piece in expected.items() if _is_vocab(piece))
+        embedding = next(name for name, piece in expected.items() if piece.is_vocab)
         if embedding in stored and not are_equal(ref, weights, stored[_HEAD], stored[embedding], layout):
             raise UserError(f"{ref}: {_HEAD} differs from {embedding}, but config.json ties them")
         del stored[_HEAD]
@@ -197,11 +223,11 @@ def _match(ref: str, weights: Weights, pieces: Sequence[Piece], config: ModelCon
     problems += [f"unexpected {name}" for name in stored if name not in expected]
     matched = {piece: weights.shapes[stored[name]] for name, piece in expected.items() if name in stored}
     for piece, theirs in matched.items():
-        row, ours = piece.row, piece.shape
-        resizable = isinstance(row, Row) and (row.vocab or (row.cut and len(theirs) > 0 and theirs[0] >= ours[0]))
+        ours, is_cut = piece.shape, any(row.cut for row in piece.rows)
+        resizable = piece.is_vocab or (is_cut and len(theirs) > 0 and theirs[0] >= ours[0])
         if theirs[1:] != ours[1:] if resizable else theirs != ours:
             problems.append(f"{piece.name} is {list(theirs)}, expected {list(ours)}")
-    counts = {piece.name: sum(theirs[:1]) for piece, theirs in matched.items() if _is_vocab(piece)}
+    counts = {piece.name: sum(theirs[:1]) for piece, theirs in matched.items() if piece.is_vocab}
     if len(set(counts.values())) > 1:
         problems.append(" but ".join(f"{name} has {count:,} rows" for name, count in counts.items()))
     problems += [f"{name} has no rows" for name, count in counts.items() if not count]
@@ -209,10 +235,6 @@ def _match(ref: str, weights: Weights, pieces: Sequence[Piece], config: ModelCon
         more = [f"and {len(problems) - _MAX_LISTED} more"] if len(problems) > _MAX_LISTED else []
         raise UserError("\n  ".join([f"{ref}: its weights do not match this model", *problems[:_MAX_LISTED], *more]))
     return stored
-
-
-def _is_vocab(piece: Piece) -> bool:
-    return isinstance(piece.row, Row) and piece.row.vocab
 
 
 def _log_resizing(
@@ -225,18 +247,18 @@ def _log_resizing(
 ) -> None:
     for piece in pieces:
         theirs = weights.shapes[names[piece.name]]
-        if theirs == piece.shape or not isinstance(piece.row, Row):
+        if theirs == piece.shape or not piece.rows:
             continue
         if theirs[0] > piece.shape[0]:
             what = f"the first {piece.shape[0]:,} of {theirs[0]:,} rows are used"
-        elif trained is not None and piece.row.ours not in trained:
+        elif trained is not None and piece.rows[0].ours not in trained:
             raise UserError(
                 f"{ref}: {piece.name} has {theirs[0]:,} rows for {vocab_size:,} tokens, and the new rows would stay "
                 "untrained; set lora.modules_to_save: [embed_tokens, lm_head]"
             )
         else:
             what = f"{vocab_size - theirs[0]:,} rows are added to {theirs[0]:,}, each the mean of the existing rows"
-        log.info(f"{ref}: {piece.name}: {what}, to fit " + ("the tokenizer" if piece.row.vocab else "model.seq_len"))
+        log.info(f"{ref}: {piece.name}: {what}, to fit " + ("the tokenizer" if piece.is_vocab else "model.seq_len"))
 
 
 def check_base(config: LoraConfig, base: BaseIdentity) -> None:
@@ -307,8 +329,7 @@ def trained_tables(config: ModelConfig, model: AdaptedModel) -> list[EmbeddingTa
 
 def _check_shape(where: str, piece: Piece, stored: tuple[int, ...]) -> None:
     expected = piece.shape
-    assert isinstance(piece.row, Row)
-    if stored[1:] != expected[1:] or (not piece.row.vocab and stored != expected):
+    if stored[1:] != expected[1:] or (not piece.is_vocab and stored != expected):
         raise UserError(f"{where}: {piece.name} is {list(stored)}, expected {list(expected)}")
     if stored[0] < expected[0]:
         raise UserError(

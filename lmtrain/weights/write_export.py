@@ -198,8 +198,8 @@ def choose_shards(sizes: Sequence[int], max_bytes: int) -> list[list[int]]:
 
 def _write_weights(folder: str, export: "Export", tensors: Iterator[np.ndarray], shard_bytes: int) -> list[str]:
     """Write the weight files, and an index if there are several. Returns their names."""
-    dtype = DTYPES[export.dtype]
-    sizes = [dtype.itemsize * int(np.prod(piece.shape)) for piece in export.pieces]
+    numbers = [math.prod(piece.shape) for piece in export.pieces]
+    sizes = [_dtype(export, piece).itemsize * number for piece, number in zip(export.pieces, numbers, strict=True)]
     shards = [list(range(len(sizes)))] if export.is_adapter else choose_shards(sizes, shard_bytes)
     names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
     if len(shards) == 1:
@@ -211,19 +211,23 @@ def _write_weights(folder: str, export: "Export", tensors: Iterator[np.ndarray],
         path, digests = join(folder, name), {}
         fs, inside = open_fs(path)
         with remote_errors(path, "written"), fs.open(inside, "wb") as file:
-            file.write(header_of({piece.name: piece.shape for piece in pieces}, dtype))
+            file.write(header_of({piece.name: (piece.shape, _dtype(export, piece)) for piece in pieces}))
             for piece in pieces:
                 tensor = next(tensors)
                 assert tensor.shape == piece.shape, (piece, tensor.shape)
-                tensor = np.ascontiguousarray(tensor.astype(dtype, copy=False))
+                tensor = np.ascontiguousarray(tensor.astype(_dtype(export, piece), copy=False))
                 write_tensor(file, tensor)
                 digests[piece.name] = _digest(tensor)
         _verify(path, digests)
     if len(shards) > 1:
-        total = {"total_size": sum(sizes), "total_parameters": sum(sizes) // dtype.itemsize}
+        total = {"total_size": sum(sizes), "total_parameters": sum(numbers)}
         write_json(join(folder, _INDEX), {"metadata": total, "weight_map": file_of})
         names.append(_INDEX)
     return names
+
+
+def _dtype(export: "Export", piece: Piece) -> np.dtype[Any]:
+    return DTYPES["float32" if piece.is_exact else export.dtype]
 
 
 def _verify(path: str, digests: Mapping[str, bytes]) -> None:

@@ -48,6 +48,38 @@ def test_planned_shapes_match_the_tensors_and_layers_are_contiguous(params):
     assert [piece.index for piece in pieces] == [()] + [(0,)] * 4 + [(1,)] * 4 + [(2,)] * 4
 
 
+JOINED = (
+    Row("blocks/q", "h.{layer}.qz", rows=1, transpose=True, layers=(1, 2), groups=2),
+    Row("blocks/z", "h.{layer}.qz", rows=1, transpose=True, layers=(1, 2), groups=2),
+    Row("blocks/norm", "h.{layer}.first", named_in=(0,)),
+    Row("blocks/norm", "h.{layer}.other", named_in=(1, 2)),
+    Row("blocks/conv", "h.{layer}.conv", rows=1, transpose=True, layers=(1, 2), has_middle=True),
+)
+
+
+def test_several_parameters_are_one_tensor_by_groups_and_one_has_other_names_by_layer():
+    rng = np.random.default_rng(0)
+    sizes = {"q": (2, 5, 2, 3), "z": (2, 5, 4, 2), "norm": (3, 5), "conv": (2, 4, 2, 3)}
+    flat = {f"blocks/{name}": rng.normal(size=shape).astype(np.float32) for name, shape in sizes.items()}
+    tensors = to_hf(JOINED, unflatten(flat), num_layers=3, vocab_size=1)
+    assert {name: tensor.shape for name, tensor in tensors.items()} == {
+        "h.0.first": (5,),
+        **{f"h.{n}.{name}": shape for n in (1, 2) for name, shape in
+           {"qz": (14, 5), "other": (5,), "conv": (6, 1, 4)}.items()},
+    }  # fmt: skip
+    q, z = flat["blocks/q"][1], flat["blocks/z"][1]
+    by_head = [np.concatenate([q[:, head].T, z[:, 2 * head : 2 * head + 2].reshape(5, -1).T]) for head in range(2)]
+    np.testing.assert_array_equal(tensors["h.2.qz"], np.concatenate(by_head))
+    np.testing.assert_array_equal(tensors["h.1.other"], flat["blocks/norm"][1])
+    np.testing.assert_array_equal(tensors["h.1.conv"][:, 0], flat["blocks/conv"][0].reshape(4, 6).T)
+    pieces = build_pieces(JOINED, {path: array.shape for path, array in flat.items()}, 3, 1)
+    for piece in pieces:
+        for number, row in enumerate(piece.rows):
+            ours = flat[row.ours][piece.index[0]]
+            back = row.to_ours(piece.part_of(number, tensors[piece.name]), ours.shape)
+            assert np.ascontiguousarray(back).tobytes() == ours.tobytes(), row
+
+
 def test_padding_of_the_vocabulary_is_not_exported_and_zeros_are_added_for_each_layer():
     table = [Row("e", "E", vocab=True), Row("p", "P")]
     params = {"e": np.arange(12, dtype=np.float32).reshape(6, 2), "p": np.zeros((6, 2))}

@@ -25,7 +25,7 @@ def tensors(dtype) -> dict[str, np.ndarray]:
 def written(arrays: dict[str, np.ndarray]) -> bytes:
     """Content of a complete file written by lmtrain; all arrays have the same dtype."""
     file = io.BytesIO()
-    file.write(header_of({name: array.shape for name, array in arrays.items()}, next(iter(arrays.values())).dtype))
+    file.write(header_of({name: (array.shape, array.dtype) for name, array in arrays.items()}))
     for array in arrays.values():
         write_tensor(file, array)
     return file.getvalue()
@@ -95,7 +95,7 @@ def test_several_dtypes_in_one_file_and_a_file_of_another_writer_without_metadat
 
 def test_data_start_at_a_multiple_of_8_bytes_and_the_header_has_format_pt():
     for length in range(1, 9):
-        header = header_of({"n" * length: (3,)}, np.dtype(np.float32))
+        header = header_of({"n" * length: ((3,), np.dtype(np.float32))})
         assert len(header) % 8 == 0
         assert int.from_bytes(header[:8], "little") == len(header) - 8
         assert json.loads(header[8:])["__metadata__"] == {"format": "pt"}
@@ -128,7 +128,7 @@ def test_only_the_requested_bytes_are_read(tmp_path, monkeypatch):
     monkeypatch.setattr(MemoryFileSystem, "cat_file", cat_file)
     info = read_header(path)["vector"]
     read_tensor(path, info)
-    begin = len(header_of(SHAPES, np.dtype(np.float32)))
+    begin = len(header_of({name: (shape, np.dtype(np.float32)) for name, shape in SHAPES.items()}))
     assert asked == [(0, 8), (8, begin), (begin + 6 * 4, begin + 11 * 4)]
 
 

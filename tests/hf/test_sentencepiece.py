@@ -29,7 +29,7 @@ def opened(tmp_path, content):
 
     (tmp_path / "my.model").write_bytes(content)
     ours = open_tokenizer(str(tmp_path / "my.model"))
-    piece = Piece(name="w", shape=(2,), row=Row("w", "w"), index=None)
+    piece = Piece(name="w", shape=(2,), rows=(Row("w", "w"),), index=None)
     export = Export(pieces=[piece], config={"model_type": "llama"}, extra_files={}, tokenizer=ours, dtype="float32")
     write_export(str(tmp_path / "hf"), export, [np.zeros(2, np.float32)])
     theirs = AutoTokenizer.from_pretrained(tmp_path / "hf")

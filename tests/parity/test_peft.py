@@ -24,7 +24,7 @@ pytestmark = [
 ]
 
 TABLES = ["embed_tokens", "lm_head"]
-ARCEE, GEMMA2, MIXTURE = (MODELS[name][2] for name in ("arcee", "gemma2", "qwen3_moe-mixed"))
+ARCEE, GEMMA2, MIXTURE, NEXT = (MODELS[name][2] for name in ("arcee", "gemma2", "qwen3_moe-mixed", "qwen3_next"))
 # model settings and `lora` sections
 VARIANTS = {
     "gpt2 with trained tied tables": ("gpt2", {}, {"modules_to_save": TABLES}),
@@ -33,6 +33,8 @@ VARIANTS = {
     "llama with rslora": ("llama", {}, {"use_rslora": True, "target_modules": "all-linear"}),
     "gemma2": ("llama", GEMMA2, {}),
     "attention of a mixture": ("llama", MIXTURE, {}),
+    "joined layers by key heads": ("llama", NEXT, {}),
+    "joined layers": ("llama", MODELS["qwen3_5"][2], {"target_modules": ["in_proj_qkv", "o_proj", "out_proj"]}),
     "arcee with a pattern of targets": ("llama", ARCEE, {"target_modules": ["up_proj", "k_proj"]}),
 }
 

@@ -56,6 +56,33 @@ QWEN3_MOE = {
     "moe": {"num_experts": 5, "experts_per_token": 3, "intermediate_dim": 12},
 }
 
+LINEAR = {"num_key_heads": 2, "num_value_heads": 4, "key_head_dim": 6, "value_head_dim": 10}
+# The norm of linear layers divides outputs that can be almost 0: with a small epsilon, rounding alone would be 1e-4.
+HYBRID = {
+    "layer_norm_epsilon": 0.01,
+    "qk_norm": "head",
+    "norm_offset": True,
+    "attention_gate": True,
+    "head_dim": 16,
+    "num_kv_heads": 2,
+    "rope": {"theta": 100.0, "partial_rotary_factor": 0.25},
+    "layer_pattern": ["linear", "linear", "linear", "full"],
+    "linear_attention": LINEAR,
+    "num_layers": 5,
+}
+SHARED = {"num_experts": 5, "experts_per_token": 3, "intermediate_dim": 12, "shared_experts": 2, "shared_gate": True}
+OLMO_LAYERS = [{"attention": "linear", "norm_position": "pre"}] * 2
+# transformers 5 writes convolutions in three equal parts, whatever their sizes, so that only these are read as written.
+EVEN = {"num_key_heads": 2, "num_value_heads": 2, "key_head_dim": 10, "value_head_dim": 10, "norm_epsilon": 1e-5}
+OLMO_HYBRID = {
+    "qk_norm": "all",
+    "norm_position": "post",
+    "layer_pattern": [*OLMO_LAYERS, {"attention": "full", "rope": False}],
+    "linear_attention": EVEN | {"negative_eigenvalues": True},
+    "num_layers": 5,
+    "num_kv_heads": 2,
+}
+
 # name: (transformers' model_type, our family, changes to the small model)
 VARIANTS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gpt2": ("gpt2", "gpt2", {}),
@@ -123,6 +150,26 @@ VARIANTS: dict[str, tuple[str, str, dict[str, Any]]] = {
         QWEN3_MOE | {"layer_pattern": ["full", {"attention": "full", "mlp": "dense"}], "num_layers": 3},
     ),
     "olmoe": ("olmoe", "llama", {"qk_norm": "all", "moe": MOE | {"num_experts": 6, "normalize": False}}),
+    "qwen2_moe": ("qwen2_moe", "llama", {"use_qkv_bias": True, "moe": SHARED | {"normalize": False}}),
+    "qwen3_next": ("qwen3_next", "llama", HYBRID | {"moe": SHARED | {"normalize": False}}),
+    "qwen3_next-mixed": (
+        "qwen3_next",
+        "llama",
+        HYBRID | {"layer_pattern": ["linear", {"attention": "full", "mlp": "dense"}], "moe": SHARED, "use_bias": True},
+    ),
+    "qwen3_5": ("qwen3_5_text", "llama", HYBRID),
+    "qwen3_5-tied": (
+        "qwen3_5_text",
+        "llama",
+        HYBRID | {"tie_word_embeddings": True, "linear_attention": LINEAR | {"num_key_heads": 4}},
+    ),
+    "olmo_hybrid": ("olmo_hybrid", "llama", OLMO_HYBRID),
+    "olmo_hybrid-rope": (
+        "olmo_hybrid",
+        "llama",
+        OLMO_HYBRID
+        | {"layer_pattern": [*OLMO_LAYERS, "full"], "linear_attention": EVEN | {"num_value_heads": 4, "value_head_dim": 5}},
+    ),
     "mpt": ("mpt", "mpt", {}),
     "mpt-6-heads": ("mpt", "mpt", {"hidden_dim": 24, "num_heads": 6}),
     "mpt-clip": ("mpt", "mpt", {"clip_qkv": 0.5, "layer_norm_epsilon": 0.1}),

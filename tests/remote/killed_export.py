@@ -23,7 +23,7 @@ _CHANGES = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rm
 
 def export_step_4(folder: str, value: float) -> None:
     """An export of few files: weights and settings."""
-    pieces = [Piece(name="a", shape=(2, 3), row=Row("a", "a"), index=None)]
+    pieces = [Piece(name="a", shape=(2, 3), rows=(Row("a", "a"),), index=None)]
     export = Export(
         pieces=pieces,
         config={"model_type": "gpt2"},

@@ -211,9 +211,22 @@ LAYOUTS = {
 SPLIT = {"hidden_dim": 16, "num_heads": 4, "num_layers": 3, "seq_len": LENGTH, "pad_vocab_to_multiple_of": 4}
 
 
+# Four key heads, so that they can be split, too; their tensors join four parameters by head.
+HYBRID = {
+    "intermediate_dim": 24,
+    "layer_pattern": ["linear", "full"],
+    "linear_attention": {"num_key_heads": 4, "num_value_heads": 8, "key_head_dim": 4, "value_head_dim": 6},
+    "qk_norm": "head",
+    "norm_offset": True,
+    "attention_gate": True,
+    "moe": {"num_experts": 4, "intermediate_dim": 8, "shared_experts": 1, "shared_gate": True},
+}
+
+
 MODELS = {
     "gpt2": {"type": "gpt2", **SPLIT, "tie_word_embeddings": False},
     "llama": {"type": "llama", **SPLIT, "intermediate_dim": 24, "qk_norm": "all", "norm_position": "post"},
+    "hybrid": {"type": "llama", **SPLIT, **HYBRID},
     "mpt": {"type": "mpt", **SPLIT},
     "backpack": {"type": "backpack", **SPLIT, "num_senses": 4},
 }
@@ -221,7 +234,7 @@ MODELS = {
 
 @pytest.mark.multi_device
 @pytest.mark.parametrize(
-    "family", [name if name == "llama" else pytest.param(name, marks=pytest.mark.long) for name in MODELS]
+    "family", [name if name == "hybrid" else pytest.param(name, marks=pytest.mark.long) for name in MODELS]
 )
 def test_on_8_devices_values_equal_those_on_one_and_shardings_are_as_planned(tmp_path, family):
     from lmtrain.run.config import RunConfig
@@ -252,7 +265,7 @@ def test_the_host_holds_a_few_tensors_at_a_time(tmp_path, monkeypatch):
     pieces = build_hf_pieces(LARGE, model)
     sizes = [4 * math.prod(piece.shape) for piece in pieces]
     assert sum(sizes) > 280e6 > 16 * max(sizes)
-    header = header_of({piece.name: piece.shape for piece in pieces}, np.dtype(np.float32))
+    header = header_of({piece.name: (piece.shape, np.dtype(np.float32)) for piece in pieces})
     with open(tmp_path / WEIGHTS, "wb") as file:  # sparse: zeros that occupy no disk space
         file.write(header)
         file.truncate(len(header) + sum(sizes))

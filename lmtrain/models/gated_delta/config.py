@@ -25,6 +25,12 @@ class GatedDeltaConfig(Sizes):
     num_value_heads: int = architecture(32, ge=1, description="Number of heads of values; a multiple of num_key_heads")
     key_head_dim: int = architecture(128, ge=1, description="Head dimension of queries and keys")
     value_head_dim: int = architecture(128, ge=1, description="Head dimension of values")
+    negative_eigenvalues: bool = architecture(
+        False, description="Strengths of up to 2 instead of 1, so that a token can invert what the state has (OLMo Hybrid)"
+    )
+    norm_epsilon: float | None = architecture(
+        None, gt=0, description="Epsilon of the norm of outputs (OLMo Hybrid: 1e-5); null: model.layer_norm_epsilon"
+    )
     conv_kernel_dim: int = architecture(4, ge=2, description="Positions that the convolution before the rule sees")
 
     @model_validator(mode="after")

@@ -42,7 +42,7 @@ class GatedDelta(nn.Module):
         self.v, self.z = (Linear(embed, values, init, False) for _ in range(2))
         self.b, self.a = (Linear(embed, values[:1], init, False) for _ in range(2))
         self.out = Linear(values, embed, init, False)
-        self.norm_out = RmsNorm(values[1:], c.layer_norm_epsilon)
+        self.norm_out = RmsNorm(values[1:], own.norm_epsilon or c.layer_norm_epsilon)
         taps: Dims = (("position", own.conv_kernel_dim),)
         around_zero = _uniform(-(own.conv_kernel_dim**-0.5), own.conv_kernel_dim**-0.5)
 
@@ -150,7 +150,8 @@ class GatedDelta(nn.Module):
     def _gates(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Logarithms of the decay and strengths, float32 [B, S, H]."""
         steps = jax.nn.softplus(self.a(x).astype(jnp.float32) + self.dt_bias.astype(jnp.float32))
-        return -jnp.exp(self.a_log.astype(jnp.float32)) * steps, jax.nn.sigmoid(self.b(x).astype(jnp.float32))
+        strength = jax.nn.sigmoid(self.b(x).astype(jnp.float32)) * (2 if self.mixer.config.negative_eigenvalues else 1)
+        return -jnp.exp(self.a_log.astype(jnp.float32)) * steps, strength
 
     def _gated(self, core: jax.Array, x: jax.Array) -> jax.Array:
         normal = self.norm_out(core).astype(jnp.float32) * jax.nn.silu(self.z(x).astype(jnp.float32))

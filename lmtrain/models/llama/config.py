@@ -30,6 +30,10 @@ class LayerKind(Section):
         None, description="One MLP, or a mixture of experts (model.moe); null: moe if model.moe is set"
     )
 
+    norm_position: Literal["pre", "post"] | None = architecture(
+        None, description="Position of the layer's norms (OLMo Hybrid); null: model.norm_position"
+    )
+
     @model_validator(mode="after")
     def _uses_rope(self) -> "LayerKind":
         if self.attention == "linear" and not self.rope:
@@ -177,6 +181,12 @@ class LlamaConfig(BaseModelConfig):
         return self
 
     @model_validator(mode="after")
+    def _norms_fit(self) -> "LlamaConfig":
+        if self.norm_position == "both" and any(kind.norm_position for kind in self.layer_pattern or ()):
+            raise field_error("layer_pattern", "norm_position of a layer needs a model.norm_position of pre or post")
+        return self
+
+    @model_validator(mode="after")
     def _cap_is_used(self) -> "LlamaConfig":
         if self.final_logit_cap is None and self.final_logit_cap_type != "tanh":
             raise field_error("final_logit_cap_type", "has no effect without final_logit_cap; set it, or remove this")
@@ -198,10 +208,15 @@ class LlamaConfig(BaseModelConfig):
 
     @property
     def pattern(self) -> tuple[LayerKind, ...]:
-        """The kinds of the first layers, which repeat over the depth, with `mlp` filled in."""
+        """The kinds of the first layers, which repeat over the depth, with `mlp` and `norm_position` filled in."""
         default = LayerKind(attention="full" if self.sliding_window is None else "sliding")
         mlp: Literal["dense", "moe"] = "dense" if self.moe is None else "moe"
-        return tuple(kind.model_copy(update={"mlp": kind.mlp or mlp}) for kind in self.layer_pattern or (default,))
+        return tuple(
+            kind.model_copy(
+                update={"mlp": kind.mlp or mlp, "norm_position": kind.norm_position or self.norm_position}
+            )
+            for kind in self.layer_pattern or (default,)
+        )
 
     @property
     def kinds(self) -> list[LayerKind]:
@@ -222,6 +237,7 @@ class LlamaConfig(BaseModelConfig):
             "head_dim": self.head_width,
             "rope": self.rope.meaning(),
             "layer_pattern": None if are_alike else [kind.model_dump() for kind in period],
+            "norm_position": period[0].norm_position if are_alike else None,
             "query_pre_attn_scalar": self.query_scalar,
             "intermediate_dim": self.intermediate_dim if self.dense_layers else None,
             "moe": moe,
@@ -262,6 +278,16 @@ class LlamaConfig(BaseModelConfig):
         return tuple(layer for layer, kind in enumerate(self.kinds) if kind.mlp == "moe")
 
     @property
+    def linear_layers(self) -> tuple[int, ...]:
+        """The numbers of the layers with Gated DeltaNet in place of attention."""
+        return tuple(layer for layer, kind in enumerate(self.kinds) if kind.attention == "linear")
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """The numbers of the layers with attention."""
+        return tuple(layer for layer, kind in enumerate(self.kinds) if kind.attention != "linear")
+
+    @property
     def dense_layers(self) -> tuple[int, ...]:
         """The numbers of the layers with one MLP."""
         return tuple(layer for layer, kind in enumerate(self.kinds) if kind.mlp == "dense")
@@ -275,7 +301,8 @@ class LlamaConfig(BaseModelConfig):
         if self.moe is None:
             return super().mlp_flops
         width, experts = self.expert_dim, self.moe.experts_per_token + self.moe.shared_experts
-        mixture = experts * mlp_flops(self.hidden_dim, width, 3) + linear_flops(self.hidden_dim, self.moe.num_experts)
+        scores = self.moe.num_experts + self.moe.shared_gate
+        mixture = experts * mlp_flops(self.hidden_dim, width, 3) + linear_flops(self.hidden_dim, scores)
         each = {"dense": super().mlp_flops, "moe": mixture}
         return sum(each[kind.mlp or "dense"] for kind in self.kinds) / self.num_layers
 
@@ -313,7 +340,6 @@ class LlamaConfig(BaseModelConfig):
             found["transfer"] = "model.attention_gate has no transfer rule; remove one"
             found.setdefault("optimizer.qk_clip", "would scale gates with queries (model.attention_gate); set qk_norm")
         if self.linear_attention is not None:
-            found["lora"] = "has no adapters for linear layers (model.linear_attention); train in full"
             found["transfer"] = "linear layers (model.linear_attention) have no transfer rule; remove one"
         return found
 

@@ -8,8 +8,9 @@ from typing import Any
 
 from lmtrain.hf.key_map import Row, Table
 from lmtrain.models.llama.config import LlamaConfig
+from lmtrain.models.gated_delta.hf import OLMO_HYBRID, QWEN3_5, DeltaForm, delta_rows
 from lmtrain.models.llama.hf_config import expert_rows, from_hf_config, to_hf_config
-from lmtrain.models.llama.relatives import RELATIVES, UNSUPPORTED
+from lmtrain.models.llama.relatives import RELATIVES, UNSUPPORTED, WITH_IMAGES, is_of_type
 
 __all__ = ["UNSUPPORTED", "from_hf_config", "to_hf_config"]  # for `lmtrain.models.registry`
 
@@ -18,7 +19,7 @@ HAS_LEARNED_POSITIONS = False
 ALWAYS_HAS_BIASES = False
 PUBLISHED_DTYPE = "bfloat16"
 
-MODEL_TYPES = tuple(RELATIVES)
+MODEL_TYPES = (*RELATIVES, *WITH_IMAGES)
 
 _L = "model.layers.{layer}."
 
@@ -45,12 +46,13 @@ def table(config: LlamaConfig) -> Table:
     rows = [
         Row("tokens/embedding", "model.embed_tokens.weight", vocab=True),
         Row("norm_final/scale", "model.norm.weight"),
-        *(Row(f"blocks/{ours}/scale", f"{_L}{theirs}.weight") for ours, theirs in _NORMS[config.norm_position].items()),
-        Row("blocks/attn/out/kernel", _L + "self_attn.o_proj.weight", rows=2, transpose=True),
+        *_norm_rows(config),
     ]
-    rows += [
-        Row(f"blocks/attn/{name}/kernel", f"{_L}self_attn.{name}_proj.weight", rows=1, transpose=True) for name in "qkv"
-    ]
+    attention = None if config.linear_attention is None else config.attention_layers
+    if attention != ():
+        rows += _attention_rows(config, attention)
+    if config.linear_attention is not None:
+        rows += delta_rows(config.linear_attention, _form(config), _L, config.linear_layers)
     mlp = ("gate", "up", "down") if config.gated_mlp else ("up", "down")
     dense = None if config.moe is None else config.dense_layers
     if dense != ():
@@ -60,19 +62,62 @@ def table(config: LlamaConfig) -> Table:
         ]
     if config.moe is not None:
         rows += expert_rows(config, _L)
-    if config.use_bias or config.use_qkv_bias:
-        rows += [Row(f"blocks/attn/{name}/bias", f"{_L}self_attn.{name}_proj.bias", rows=0) for name in "qkv"]
-    if config.use_bias:
-        rows.append(Row("blocks/attn/out/bias", _L + "self_attn.o_proj.bias"))
     if config.use_mlp_bias:
         rows += [Row(f"blocks/mlp/{name}/bias", f"{_L}mlp.{name}_proj.bias", layers=dense) for name in mlp]
-    if config.qk_norm in ("head", "all"):
-        rows += [Row(f"blocks/attn/norm_{name}/scale", f"{_L}self_attn.{name}_norm.weight", rows=0) for name in "qk"]
     if not config.tie_word_embeddings:
         rows.append(Row("unembed/embedding", "lm_head.weight", vocab=True))
     return rows
 
 
+def _norm_rows(config: LlamaConfig) -> list[Row]:
+    """The norms of the blocks, which can have other names in linear layers."""
+    linear = _form(config).norms if config.linear_attention is not None else None
+    where = None if linear is None else config.attention_layers
+    position = config.norm_position if where is None else config.kinds[where[0]].norm_position or "pre"
+    names = _NORMS[position]
+    others = (linear or {}).items()
+    # transformers 5 writes the name of a linear layer's norm for this one
+    also = {"post_attention_layernorm": f"{_L}{linear['norm_mlp']}.weight"} if linear else {}
+    rows = [
+        Row(f"blocks/{ours}/scale", f"{_L}{theirs}.weight", named_in=where, also=also.get(theirs))
+        for ours, theirs in names.items()
+    ]
+    return rows + [
+        Row(f"blocks/{ours}/scale", f"{_L}{theirs}.weight", named_in=config.linear_layers) for ours, theirs in others
+    ]
+
+
+def _attention_rows(config: LlamaConfig, layers: tuple[int, ...] | None) -> list[Row]:
+    ours, theirs = "blocks/attn/", f"{_L}self_attn."
+    rows = [Row(f"{ours}out/kernel", f"{theirs}o_proj.weight", rows=2, transpose=True, layers=layers)]
+    rows += [
+        Row(f"{ours}{name}/kernel", f"{theirs}{name}_proj.weight", rows=1, transpose=True, layers=layers)
+        for name in "qkv"
+    ]
+    if config.use_bias or config.use_qkv_bias:
+        rows += [Row(f"{ours}{name}/bias", f"{theirs}{name}_proj.bias", rows=0, layers=layers) for name in "qkv"]
+    if config.use_bias:
+        rows.append(Row(f"{ours}out/bias", f"{theirs}o_proj.bias", layers=layers))
+    if config.qk_norm in ("head", "all"):
+        rows += [
+            Row(f"{ours}norm_{name}/scale", f"{theirs}{name}_norm.weight", rows=0, layers=layers) for name in "qk"
+        ]
+    return rows
+
+
+def _form(config: LlamaConfig) -> DeltaForm:
+    """The names of linear layers. Models that no type has get names, too: adapters have them in their files."""
+    forms = (relative.linear for relative in RELATIVES.values() if is_of_type(config, relative))
+    positions = {kind.norm_position for kind in config.kinds}
+    return next((form for form in forms if form is not None), QWEN3_5 if len(positions) == 1 else OLMO_HYBRID)
+
+
+_OF_TEXT = "model.language_model."
+
+
 def canonical(name: str) -> str | None:
-    """A tensor's name as in `table`; None for tables of frequencies in old files."""
-    return None if name.endswith("rotary_emb.inv_freq") else name
+    """A tensor's name as in `table`; None for what lmtrain leaves out: tables of frequencies in old files, the vision
+    part of a model of text and images, and the modules that predict several tokens."""
+    if name.endswith("rotary_emb.inv_freq") or name.startswith(("model.visual.", "mtp.")):
+        return None
+    return f"model.{name.removeprefix(_OF_TEXT)}" if name.startswith(_OF_TEXT) else name

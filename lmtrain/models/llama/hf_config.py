@@ -7,7 +7,17 @@ from typing import Any
 from lmtrain.hf.key_map import Row
 from lmtrain.models.base_config import RopeConfig, SameSetting, from_hf, to_hf
 from lmtrain.models.llama.config import LayerKind, LlamaConfig, shortest_period
-from lmtrain.models.llama.relatives import RELATIVES, HfExperts, Relative, Values, has_rope, is_of_type, relative_of
+from lmtrain.models.gated_delta.hf import read_sizes, write_sizes
+from lmtrain.models.llama.relatives import (
+    RELATIVES,
+    WITH_IMAGES,
+    HfExperts,
+    Relative,
+    Values,
+    has_rope,
+    is_of_type,
+    relative_of,
+)
 from lmtrain.runtime.errors import UserError
 from lmtrain.runtime.logging import log
 
@@ -39,6 +49,14 @@ def expert_rows(config: LlamaConfig, layer: str) -> list[Row]:
         )
         for ours, theirs in zip(("gate", "up", "down"), names.matrices, strict=True)
     ]
+    if config.moe.shared_experts:
+        rows += [
+            Row(f"blocks/moe/shared/{name}/kernel", f"{prefix}.shared_expert.{name}_proj.weight", None, True, layers=layers)
+            for name in ("gate", "up", "down")
+        ]
+    if config.moe.shared_gate:
+        gate = f"{prefix}.shared_expert_gate.weight"
+        rows.append(Row("blocks/moe/shared_gate/kernel", gate, transpose=True, layers=layers))
     return rows
 
 
@@ -54,6 +72,8 @@ def write_experts(config: LlamaConfig, names: HfExperts) -> dict[str, Any]:
     }
     if names.can_be_unnormalized:
         values["norm_topk_prob"] = moe.normalize
+    if names.has_shared:
+        values["shared_expert_intermediate_size"] = moe.shared_experts * config.expert_dim
     if names.can_be_mixed:
         values |= {"decoder_sparse_step": 1, "mlp_only_layers": list(config.dense_layers)}
     return values
@@ -74,7 +94,15 @@ def read_experts(values: Values, names: HfExperts) -> dict[str, Any]:
         "z_loss": 0.0,
     }
     if names.width_key != "intermediate_size":
-        settings["intermediate_dim"] = values.get(names.width_key, 768)
+        settings["intermediate_dim"] = values.get(names.width_key, names.width)
+    if names.has_shared:
+        width, shared = settings["intermediate_dim"], values.get("shared_expert_intermediate_size", names.shared_width)
+        if not shared or shared % width:
+            raise UserError(
+                f"config.json: shared_expert_intermediate_size {shared} is not supported: it has to be a multiple of "
+                f"{names.width_key} {width}"
+            )
+        settings |= {"shared_experts": shared // width, "shared_gate": True}
     return settings
 
 
@@ -112,6 +140,10 @@ def write_rope(config: LlamaConfig, relative: Relative) -> dict[str, Any]:
         "rope_theta": rope.theta,
         "rope_scaling": None if rope.type == "default" else scaling,
     }
+    if relative.nope == "all" and not any(kind.rope for kind in config.kinds if kind.attention != "linear"):
+        return {"rope_parameters": {"rope_type": "default", "rope_theta": None}}
+    if relative.partial is not None:
+        values["partial_rotary_factor"] = rope.partial_rotary_factor
     if relative.local == "no":
         return values
     values["rope_parameters"] = {"full_attention": parameters, "sliding_attention": _parameters(rope.local)}
@@ -120,6 +152,8 @@ def write_rope(config: LlamaConfig, relative: Relative) -> dict[str, Any]:
 
 def _parameters(rope: RopeConfig) -> dict[str, Any]:
     values: dict[str, Any] = {"rope_type": rope.type, "rope_theta": rope.theta}
+    if rope.partial_rotary_factor != 1:
+        values["partial_rotary_factor"] = rope.partial_rotary_factor
     if rope.type != "default":
         values["factor"] = rope.factor
     if rope.type in ("llama3", "yarn"):
@@ -134,6 +168,11 @@ def _parameters(rope: RopeConfig) -> dict[str, Any]:
 def read_rope(values: Mapping[str, Any], length: int, relative: Relative) -> dict[str, Any]:
     """The settings of `model.rope` for a maximum of `length` positions, those of sliding layers as `local_theta`."""
     new = values.get("rope_parameters") or {}
+    if relative.partial is not None:
+        # transformers 5 reads it from rope_parameters, or from the file
+        new = {name: value for name, value in new.items() if not name.startswith("mrope_")}  # equal without images
+        partial = new.pop("partial_rotary_factor", values.get("partial_rotary_factor", relative.partial))
+        return _settings(values, new, length, relative.theta) | {"partial_rotary_factor": float(partial)}
     if relative.local == "no":
         return _settings(values, new, length, relative.theta)
     settings = _settings(values, new.get("full_attention") or {}, length, relative.theta)
@@ -208,19 +247,20 @@ _SETTINGS = [
     SameSetting("initializer_range", "initializer_range", 0.02),
 ]
 _ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_new": "gelu_pytorch_tanh", "relu": "relu", "relu2": "relu2"}
-_FULL, _SLIDING = "full_attention", "sliding_attention"
+_FULL, _SLIDING, _LINEAR = "full_attention", "sliding_attention", "linear_attention"
 
 
 def to_hf_config(config: LlamaConfig, vocab_size: int, eos_id: int | None, bos_id: int | None) -> dict[str, Any]:
     """The `config.json`, for transformers 5 (`rope_parameters`) and 4 (`rope_theta`, `rope_scaling`)."""
     kind = relative_of(config)
-    relative = RELATIVES[kind]
+    relative, own = RELATIVES[kind], config.linear_attention
     return {
         "model_type": kind,
         "architectures": [relative.architecture],
         "vocab_size": vocab_size,
         **to_hf(_SETTINGS, config),
         **({} if relative.experts is None else write_experts(config, relative.experts)),
+        **({} if own is None or relative.linear is None else write_sizes(own, relative.linear)),
         "num_key_value_heads": config.kv_heads,
         "head_dim": config.head_width,
         "hidden_act": _ACTIVATIONS[config.activation_function],
@@ -249,7 +289,9 @@ def _write_layers(config: LlamaConfig, relative: Relative) -> dict[str, Any]:
         values["layer_types"] = [_SLIDING if sliding else _FULL for sliding in is_sliding]
     if relative.has_switch and any(is_sliding):
         values |= {"use_sliding_window": True, "max_window_layers": is_sliding.index(True)}
-    if relative.has_nope:
+    if relative.layers == "linear":
+        values["layer_types"] = [_LINEAR if kind.attention == "linear" else _FULL for kind in config.kinds]
+    if relative.nope == "each":
         values["no_rope_layers"] = [int(kind.rope) for kind in config.kinds]
     return values
 
@@ -273,7 +315,13 @@ def _write_scores(config: LlamaConfig, relative: Relative) -> dict[str, Any]:
 def from_hf_config(values: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of the model that a `config.json` describes. Raises `UserError` for unsupported ones."""
     kind = values["model_type"]
+    if kind in WITH_IMAGES:
+        log.info(f"config.json: {kind}: its text part is used, without images")
+        tied = {"tie_word_embeddings": values.get("tie_word_embeddings", False)}
+        values, kind = tied | dict(values.get("text_config") or {}) | {"model_type": WITH_IMAGES[kind]}, WITH_IMAGES[kind]
     relative = RELATIVES[kind]
+    if relative.experts is not None and not relative.experts.can_be_mixed:  # a file may lack what it does not use
+        values = {"intermediate_size": values.get(relative.experts.width_key)} | dict(values)
     missing = [setting.theirs for setting in _SETTINGS if setting.default is None and setting.theirs not in values]
     if missing:
         raise UserError(f"config.json: {', '.join(missing)} missing")
@@ -294,6 +342,7 @@ def from_hf_config(values: Mapping[str, Any]) -> dict[str, Any]:
         "use_mlp_bias": "use_mlp_bias" in relative.free and values.get("mlp_bias", False),
         **_layers(values, relative),
         **({} if relative.experts is None else {"moe": read_experts(values, relative.experts)}),
+        **({} if relative.linear is None else {"linear_attention": read_sizes(values, relative.linear)}),
         "layer_norm_epsilon": values.get("rms_norm_eps", relative.epsilon),
         "tie_word_embeddings": values.get("tie_word_embeddings", relative.is_tied),
         "rope": read_rope(values, length, relative),
@@ -360,31 +409,60 @@ def _layers(values: Mapping[str, Any], relative: Relative) -> dict[str, Any]:
     if relative.layers == "sliding" and len(set(is_sliding)) > 1:
         number = sum(is_sliding)
         raise UserError(f"config.json: a sliding window in {number} of {len(layers)} layers only is not supported")
-    rotated = [not relative.has_nope or has_rope(values, layer) for layer in layers]
+    is_linear = _are_linear(values, relative)
+    rotated = [linear or _is_rotated(values, relative, layer) for layer, linear in zip(layers, is_linear, strict=True)]
     mixed = [has_experts(values, relative.experts, layer) for layer in layers]
     if relative.experts is not None and not any(mixed):
         raise UserError("config.json: no layer has experts")
     kinds = [
         LayerKind(
-            attention="sliding" if sliding else "full",
+            attention="linear" if linear else "sliding" if sliding else "full",
             rope=rope,
             mlp="dense" if relative.experts is not None and not mixes else None,
+            norm_position="pre" if linear and relative.linear and relative.linear.norms else None,
         )
-        for sliding, rope, mixes in zip(is_sliding, rotated, mixed, strict=True)
+        for linear, sliding, rope, mixes in zip(is_linear, is_sliding, rotated, mixed, strict=True)
     ]
     pattern = shortest_period(kinds)
-    is_uniform = len(pattern) == 1 and all(rotated)
+    is_uniform = len(pattern) == 1 and all(rotated) and not any(is_linear)
     return {
         "sliding_window": int(window) if window is not None and any(is_sliding) else None,
         "layer_pattern": None if is_uniform else [kind.model_dump(exclude_none=True) for kind in pattern],
     }
 
 
-def _are_sliding(types: Sequence[str], layers: int, window: Any) -> list[bool]:
+def _is_rotated(values: Values, relative: Relative, layer: int) -> bool:
+    if relative.nope == "all":
+        # null in a file without rope_theta is transformers' default base
+        return (values.get("rope_parameters") or values).get("rope_theta", relative.theta) is not None
+    return relative.nope == "none" or has_rope(values, layer)
+
+
+def _are_linear(values: Values, relative: Relative) -> list[bool]:
+    number: int = values["num_hidden_layers"]
+    if relative.linear is None:
+        return [False] * number
+    types = values.get("layer_types")
+    if types is None:
+        interval = values.get("full_attention_interval", 4)
+        found = [(layer + 1) % interval != 0 for layer in range(number)]
+        return found if not relative.linear.norms or not all(found) else [*found[:-1], False]
+    _check_types(types, number, _LINEAR)
+    is_linear = [name == _LINEAR for name in types]
+    if not any(is_linear):
+        raise UserError(f"config.json: layer_types has no {_LINEAR}")
+    return is_linear
+
+
+def _check_types(types: Sequence[str], layers: int, other: str) -> None:
     if len(types) != layers:
         raise UserError(f"config.json: layer_types has {len(types)} layers, num_hidden_layers is {layers}")
-    if unknown := sorted(set(types) - {_FULL, _SLIDING}):
-        raise UserError(f"config.json: layer_types has {', '.join(unknown)}; supported are {_FULL} and {_SLIDING}")
+    if unknown := sorted(set(types) - {_FULL, other}):
+        raise UserError(f"config.json: layer_types has {', '.join(unknown)}; supported are {_FULL} and {other}")
+
+
+def _are_sliding(types: Sequence[str], layers: int, window: Any) -> list[bool]:
+    _check_types(types, layers, _SLIDING)
     if _SLIDING in types and window is None:
         raise UserError(
             "config.json: layer_types has sliding_attention, but there is no sliding window (sliding_window, and "

@@ -13,7 +13,9 @@ Touvron et al. 2023, "LLaMA: Open and Efficient Foundation Language Models". The
     Gemma3    Gemma2 without caps, qk_norm head, five sliding layers with rope.local_theta before a full one
     SmolLM3   layer_pattern: every fourth layer without RoPE
     Arcee     gated_mlp false, activation_function relu2
-    hybrids   layer_pattern with linear layers: Gated DeltaNet in place of attention
+    hybrids   layer_pattern with linear layers: Gated DeltaNet in place of attention. Qwen3.5: qk_norm head,
+              norm_offset, attention_gate, rope.partial_rotary_factor; Qwen3-Next: also moe with shared_gate;
+              OLMo Hybrid: OLMo2 without RoPE, norm_position pre in linear layers, linear_attention.negative_eigenvalues
     Mixtral   moe: a mixture of experts in place of the MLP; Qwen3-MoE, with qk_norm head; OLMoE, with qk_norm all
 
     B batch  S query position  T key position  D embed  H heads  K kv heads  C head dim  F mlp  V vocab  N layers
@@ -100,9 +102,10 @@ class LlamaBlock(Block):
         c = self.config
         init, dims = normal(c.initializer_range), (("embed", c.hidden_dim),)
         self.norm_attn, self.norm_mlp = (RmsNorm(dims, c.layer_norm_epsilon, c.norm_offset) for _ in range(2))
-        if c.norm_position == "both":
-            self.norm_mixed, self.norm_added = (RmsNorm(dims, c.layer_norm_epsilon, c.norm_offset) for _ in range(2))
         (kind,) = c.pattern
+        self.position = kind.norm_position
+        if self.position == "both":
+            self.norm_mixed, self.norm_added = (RmsNorm(dims, c.layer_norm_epsilon, c.norm_offset) for _ in range(2))
         self.is_linear = kind.attention == "linear"
         if self.is_linear:
             self.delta = GatedDelta(c)
@@ -125,17 +128,17 @@ class LlamaBlock(Block):
     def add(
         self, x: jax.Array, mixed: jax.Array, deterministic: bool, documents: Documents = NO_DOCUMENTS
     ) -> jax.Array:
-        both = self.config.norm_position == "both"
+        both = self.position == "both"
         middle = x.astype(jnp.float32) + self._after(self.norm_mixed if both else self.norm_attn, mixed)
         read = self._before(self.norm_mlp, middle).astype(x.dtype)
         added = self.moe(read, documents.used, deterministic) if self.has_experts else self.mlp(read)
         return (middle + self._after(self.norm_added if both else self.norm_mlp, added)).astype(x.dtype)
 
     def _before(self, norm: RmsNorm, x: jax.Array) -> jax.Array:
-        return x if self.config.norm_position == "post" else norm(x)
+        return x if self.position == "post" else norm(x)
 
     def _after(self, norm: RmsNorm, x: jax.Array) -> jax.Array:
-        return x if self.config.norm_position == "pre" else norm(x)
+        return x if self.position == "pre" else norm(x)
 
 
 class LlamaLM(Decoder):

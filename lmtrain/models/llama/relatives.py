@@ -4,6 +4,8 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
+from lmtrain.models.gated_delta.hf import OLMO_HYBRID, QWEN3_5, QWEN3_NEXT, DeltaForm
+from lmtrain.models.gated_delta.hf import differences as delta_differences
 from lmtrain.models.llama.config import LlamaConfig
 from lmtrain.runtime.errors import UserError
 
@@ -32,8 +34,8 @@ _LLAMA: dict[str, Any] = {
 
 class HfExperts(NamedTuple):
     """Experts in a model type of transformers: names of weights after those of the layer, of gate, up and down, and
-    names of keys. `can_be_unnormalized`: `norm_topk_prob` may be false; `can_be_mixed`: some layers may have none. The
-    others are values of keys that a file lacks.
+    names of keys. `can_be_unnormalized`: `norm_topk_prob` may be false; `can_be_mixed`: some layers may have none;
+    `has_shared`: there are shared experts with a gate. The others are values of keys that a file lacks.
     """
 
     prefix: str
@@ -42,8 +44,11 @@ class HfExperts(NamedTuple):
     width_key: str = "intermediate_size"
     can_be_unnormalized: bool = True
     can_be_mixed: bool = False
+    has_shared: bool = False
     number: int = 8
     per_token: int = 8
+    width: int = 768
+    shared_width: int = 512
     aux_loss: float = 0.001
 
 
@@ -53,17 +58,21 @@ class Relative(NamedTuple):
     `free` are settings that a `config.json` of this type defines. `layers`: whether all layers see all keys, all have a
     window, all are of either kind, or each is; `is_sliding` says which are in a file that does not say it, by layer.
     `has_switch`: windows need `use_sliding_window`. `experts`: of a mixture; None: the type has none. `local`: what
-    RoPE of its own a sliding layer can have: one that is not `scaled`, or one with any base. The others are values of
-    keys that a file lacks; of `num_key_value_heads` and `head_dim`, None: that of multi-head attention.
+    RoPE of its own a sliding layer can have: one that is not `scaled`, or one with any base. `linear`: names of its
+    linear layers; None: it has none. `nope`: which layers can have no RoPE. `partial`: its `partial_rotary_factor` in a
+    file without one; None: it rotates all of a head. The others are values of keys that a file lacks; of
+    `num_key_value_heads` and `head_dim`, None: that of multi-head attention.
     """
 
     architecture: str
     settings: Mapping[str, Any] = MappingProxyType({})
     free: frozenset[str] = frozenset()
-    layers: Literal["full", "sliding", "either", "any"] = "full"
+    layers: Literal["full", "sliding", "either", "any", "linear"] = "full"
     is_sliding: Callable[[Values, int], bool] = lambda values, layer: False
     has_switch: bool = False
-    has_nope: bool = False
+    nope: Literal["none", "each", "all"] = "none"
+    linear: DeltaForm | None = None
+    partial: float | None = None
     experts: HfExperts | None = None
     local: Literal["no", "unscaled", "any"] = "no"
     length: int = 2048
@@ -82,7 +91,20 @@ _OLMO = {"qk_norm": "all", "norm_position": "post"}
 _GEMMAS: dict[str, Any] = {"head_dim": 256, "is_tied": True}
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 _QWENS: dict[str, Any] = {"layers": "any", "has_switch": True, "length": 32_768, "kv_heads": 32}
+_GATED = {"qk_norm": "head", "norm_offset": True, "attention_gate": True}
+_HYBRIDS: dict[str, Any] = {"layers": "linear", "partial": 0.25, "length": 32_768, "head_dim": 256}
 _QWENS |= {"is_sliding": lambda values, layer: layer >= values.get("max_window_layers", 28)}
+
+_SHARED = HfExperts(
+    *("mlp", _PROJECTIONS, "num_experts", "moe_intermediate_size"),
+    can_be_unnormalized=False,
+    has_shared=True,
+    number=256,
+    width=512,
+)
+
+# Model types of text and images, and the type of their text part, which lmtrain trains.
+WITH_IMAGES = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
 
 RELATIVES = {
     "llama": Relative("LlamaForCausalLM", free=_BIASES | {"activation_function"}),
@@ -131,7 +153,7 @@ RELATIVES = {
         layers="any",
         is_sliding=lambda values, layer: not has_rope(values, layer),
         has_switch=True,
-        has_nope=True,
+        nope="each",
         length=32_768,
         window=None,
         kv_heads=4,
@@ -166,6 +188,41 @@ RELATIVES = {
         length=32_768,
         kv_heads=4,
     ),
+    "qwen2_moe": Relative(
+        "Qwen2MoeForCausalLM",
+        {"use_qkv_bias": True},
+        frozenset({"activation_function"}),
+        layers="any",
+        is_sliding=lambda values, layer: layer % 2 == 0 and layer < values.get("max_window_layers", 28),
+        has_switch=True,
+        experts=HfExperts(
+            *("mlp", _PROJECTIONS, "num_experts", "moe_intermediate_size"),
+            can_be_mixed=True,
+            has_shared=True,
+            number=60,
+            per_token=4,
+            width=1408,
+            shared_width=5632,
+        ),
+        length=32_768,
+        kv_heads=16,
+    ),
+    "qwen3_next": Relative(
+        "Qwen3NextForCausalLM",
+        _GATED,
+        _BIAS,
+        linear=QWEN3_NEXT,
+        experts=_SHARED._replace(can_be_mixed=True, can_be_unnormalized=True, number=512, per_token=10),
+        kv_heads=2,
+        **_HYBRIDS,
+    ),
+    "qwen3_5_text": Relative("Qwen3_5ForCausalLM", _GATED, _BIAS, linear=QWEN3_5, kv_heads=4, **_HYBRIDS),
+    "qwen3_5_moe_text": Relative(
+        "Qwen3_5MoeForCausalLM", _GATED, _BIAS, linear=QWEN3_5, experts=_SHARED, kv_heads=2, **_HYBRIDS
+    ),
+    "olmo_hybrid": Relative(
+        "OlmoHybridForCausalLM", _OLMO, _BIAS, layers="linear", nope="all", linear=OLMO_HYBRID, length=65_536
+    ),
     "olmoe": Relative(
         "OlmoeForCausalLM",
         {"qk_norm": "all"},
@@ -179,7 +236,6 @@ RELATIVES = {
 # Model types that users look for, and what lmtrain lacks for them.
 UNSUPPORTED = {
     "gpt_oss": "attention sinks, and experts with biases and clamped gates",
-    "qwen2_moe": "gates on shared experts",
     "deepseek_v2": "latent attention (MLA)",
     "deepseek_v3": "latent attention (MLA)",
     "granitemoe": "multipliers of embeddings, attention, residuals and logits",
@@ -201,10 +257,13 @@ def relative_of(config: LlamaConfig) -> str:
     for kind, differ in differences.items():
         if not differ:
             return kind
-    closest = min(reversed(differences), key=lambda kind: ("moe" in differences[kind], len(differences[kind])))
+    closest = min(reversed(differences), key=lambda kind: _distance(differences[kind]))
     unusual = [name for name, value in _LLAMA.items() if ours[name] != value]
     named = [f"model.{name}: {ours[name]}" for name in unusual]
-    named += ["model.linear_attention"] * (config.linear_attention is not None)
+    if config.linear_attention is not None:
+        named += [f"model.{name}" for name in sorted(differences[closest]) if name.startswith("linear_attention")] or [
+            "model.linear_attention"
+        ]
     named += ["model.layer_pattern"] * bool(differences[closest] & {"layer_pattern"})
     named += [f"model.{name}" for name in sorted(differences[closest]) if name.startswith("moe")]
     named += [f"model.{name}" for name in sorted(differences[closest]) if name.startswith("rope")]
@@ -212,6 +271,10 @@ def relative_of(config: LlamaConfig) -> str:
         f"{', '.join(named)}{' together' if len(named) > 1 else ''}: transformers has no such model type, so that the "
         f"model cannot be exported; {closest} is closest, but for {', '.join(sorted(differences[closest]))}"
     )
+
+
+def _distance(differ: set[str]) -> tuple[bool, bool, int]:
+    return "moe" in differ, "linear_attention" in differ, len(differ)
 
 
 def is_of_type(config: LlamaConfig, relative: Relative) -> bool:
@@ -222,6 +285,8 @@ def is_of_type(config: LlamaConfig, relative: Relative) -> bool:
 def _own_settings(config: LlamaConfig) -> dict[str, Any]:
     """The settings that distinguish the relatives."""
     ours = {name: getattr(config, name) for name in _LLAMA}
+    if (attention := config.attention_layers) and config.linear_attention is not None:
+        ours["norm_position"] = config.kinds[attention[0]].norm_position
     return ours | ({"query_pre_attn_scalar": None} if config.query_scalar == config.head_width else {})
 
 
@@ -232,20 +297,34 @@ def _differences(config: LlamaConfig, ours: Mapping[str, Any], relative: Relativ
         for name, value in (_LLAMA | dict(relative.settings)).items()
         if name not in relative.free and ours[name] != value
     }
-    windows = {"full": {False}, "sliding": {True}}.get(relative.layers, {False, True})
+    windows = {"full": {False}, "linear": {False}, "sliding": {True}}.get(relative.layers, {False, True})
     found = {window is not None for window in config.windows}
     if not found <= windows or (relative.layers == "either" and len(found) > 1):
         differ.add("sliding_window" if config.layer_pattern is None else "layer_pattern")
-    if config.linear_attention is not None:
-        differ.add("linear_attention")
-    if not relative.has_nope and not all(kind.rope for kind in config.kinds):
+    differ |= _linear_differences(config, relative)
+    without = {not kind.rope for kind in config.kinds if kind.attention != "linear"}
+    if (relative.nope == "none" and True in without) or (relative.nope == "all" and len(without) > 1):
         differ.add("layer_pattern")
     differ |= _expert_differences(config, relative.experts)
-    if config.rope.partial_rotary_factor != 1:
+    if config.rope.partial_rotary_factor != 1 and relative.partial is None:
         differ.add("rope.partial_rotary_factor")
     if not _has_local_rope(config, relative):
         differ.add("rope.local_theta")
     return differ
+
+
+def _linear_differences(config: LlamaConfig, relative: Relative) -> set[str]:
+    """Those of linear layers, and of norms that are elsewhere in some layers."""
+    form, own = relative.linear, config.linear_attention
+    found = {(kind.attention == "linear", kind.norm_position) for kind in config.kinds}
+    expected = relative.settings.get("norm_position", "pre")
+    in_linear = expected if form is None or form.norms is None else "pre"
+    differ = {"layer_pattern"} if not found <= {(False, expected), (True, in_linear)} else set()
+    if form is None or own is None:
+        return differ | ({"linear_attention"} if form is not own else set())
+    if form.norms is not None and not config.attention_layers:
+        differ.add("layer_pattern")
+    return differ | delta_differences(own, form, config.layer_norm_epsilon)
 
 
 def _expert_differences(config: LlamaConfig, experts: HfExperts | None) -> set[str]:
@@ -255,7 +334,8 @@ def _expert_differences(config: LlamaConfig, experts: HfExperts | None) -> set[s
     lacking = {
         "moe.router": moe.router == "sigmoid",
         "moe.normalize": not moe.normalize and not experts.can_be_unnormalized,
-        "moe.shared_experts": moe.shared_experts > 0,
+        "moe.shared_experts": (moe.shared_experts > 0) != experts.has_shared,
+        "moe.shared_gate": moe.shared_gate != experts.has_shared,
         "moe.bias_update_rate": moe.bias_update_rate is not None,
         "layer_pattern": not experts.can_be_mixed and len(config.expert_layers) < config.num_layers,
     }

@@ -32,6 +32,9 @@ class MoeConfig(Sizes):
     shared_experts: int = architecture(
         0, ge=0, description="Number of experts that all tokens use, in addition to the selected ones (DeepSeek)"
     )
+    shared_gate: bool = architecture(
+        False, description="Multiply the output of the shared experts by the sigmoid of a projection (Qwen3-Next)"
+    )
     aux_loss: float = identity(
         0.01,
         ge=0,
@@ -55,13 +58,15 @@ class MoeConfig(Sizes):
             raise field_error(
                 "experts_per_token", f"{self.experts_per_token} is more than num_experts, {self.num_experts}"
             )
+        if self.shared_gate and not self.shared_experts:
+            raise field_error("shared_gate", "there are no shared experts; set shared_experts, or remove it")
         if self.router == "topk_softmax" and not self.normalize:
             raise field_error("normalize", "router topk_softmax has weights with the sum 1; remove it")
         return self
 
     def meaning(self) -> dict[str, Any]:
         """The settings that define the meaning of weights in a file, which contain `routed_scaling_factor`."""
-        names = {"num_experts", "experts_per_token", "router", "normalize", "shared_experts"}
+        names = {"num_experts", "experts_per_token", "router", "normalize", "shared_experts", "shared_gate"}
         values = self.model_dump(include=names)
         if values["router"] == "softmax_topk" and self.normalize:  # the same function
             values["router"] = "topk_softmax"

@@ -2,7 +2,7 @@
 
 Shazeer et al. 2017, "Outrageously Large Neural Networks". For each token, the outputs of its experts are added with the
 router's weights; no token is dropped, whatever the load. With shared experts, the output of one more MLP, of their
-total width, is added for all tokens (Dai et al. 2024, "DeepSeekMoE").
+total width, is added for all tokens (Dai et al. 2024, "DeepSeekMoE"), with `shared_gate` times a sigmoid (Qwen2-MoE).
 
 Initial values: router and experts as other matrices; biases 0.
 """
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.nn.initializers import Initializer
 
-from lmtrain.models.layers.linear import declare, sizes
+from lmtrain.models.layers.linear import Linear, declare, sizes
 from lmtrain.models.layers.mlp import Mlp
 from lmtrain.models.layers.remat import ROUTED
 from lmtrain.models.moe.config import MoeConfig
@@ -146,11 +146,17 @@ class Moe(nn.Module):
         if c.shared_experts:
             width = c.shared_experts * self.width
             self.shared = Mlp(self.embed, width, self.activation, init, init, False, is_gated=True)
+            if c.shared_gate:
+                self.shared_gate = Linear((("embed", self.embed),), (("router", 1),), init, False)
         self.drop = nn.Dropout(c.dropout)
 
     def __call__(self, x: jax.Array, used: jax.Array | None, deterministic: bool) -> jax.Array:
         """`used` [B, S]: see `Documents`."""
         y = self.experts(x, *self.router(x, used))
         if self.config.shared_experts:
-            y = y + self.shared(x)
+            shared = self.shared(x)
+            if self.config.shared_gate:
+                gate = jax.nn.sigmoid(self.shared_gate(x).astype(jnp.float32))
+                shared = (shared * gate).astype(x.dtype)
+            y = y + shared
         return self.drop(y, deterministic=deterministic)
