@@ -88,9 +88,7 @@ def load_tensors(
                     own = "float32" if piece.is_exact else dtype
                     flat[row.ours] = jnp.zeros(shape, own, device=sharding)
                 dims = len(piece.index)
-                array = load(
-                    number, shape[dims:], NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[dims:]))
-                )
+                array = load(number, shape[dims:], NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[dims:])))
                 flat[row.ours] = _with_part(sharding)(flat[row.ours], array, piece.index)
             # wait, or the host runs ahead of the devices and holds one more tensor for each piece that it is ahead
             jax.block_until_ready(flat[row.ours])
@@ -137,9 +135,7 @@ def _converting(
     )
 
 
-def _to_ours(
-    piece: Piece, number: int, stored: Any, shape: tuple[int, ...], vocab_size: int, numpy: Any = np
-) -> Any:
+def _to_ours(piece: Piece, number: int, stored: Any, shape: tuple[int, ...], vocab_size: int, numpy: Any = np) -> Any:
     """A row of a stored tensor in our layout, converted with numpy, or on the devices with `jax.numpy`."""
     row, array = piece.rows[number], piece.part_of(number, stored)
     if row.vocab:

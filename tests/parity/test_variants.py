@@ -9,12 +9,20 @@ import pytest
 import torch
 from hf_tensors import to_hf
 from models import quick
-from parity.variants import VARIANTS, VOCAB, make, tokens
+from parity.variants import LENGTH, LINEAR, VARIANTS, VOCAB, make, tokens
 from safetensors.numpy import load_file
-from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
 
 from lmtrain.generation.decode import SamplingSettings, sample
+from lmtrain.models.gated_delta.hf import QWEN3_5
 from lmtrain.models.interface import Documents, outputs_of
+from lmtrain.models.llama.relatives import RELATIVES, relative_of
 from lmtrain.models.params import flatten
 from lmtrain.models.registry import build_model, hf_family
 from lmtrain.objectives.cross_entropy import CrossEntropy
@@ -42,6 +50,64 @@ def test_logits_agree(in_torch, name):
     error = np.abs(variant.logits(tokens()) - expected).max()
     print(f"{name}: {error:.2g}")
     assert error < 1e-4
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(20))
+def test_logits_of_hybrids_of_random_sizes_agree(in_torch, seed):
+    """Every size that changes the layout of weights: heads, widths, taps, period, depth, experts."""
+    rng = np.random.default_rng(seed)
+
+    def one_of(*values):
+        return values[rng.integers(len(values))]
+
+    name = ["qwen3_next", "qwen3_5", "olmo_hybrid", "qwen3_next-mixed"][seed % 4]
+    changes, keys = VARIANTS[name][2], one_of(1, 2, 3)
+    sizes = {"num_key_heads": keys, "num_value_heads": keys * one_of(1, 2, 3), "conv_kernel_dim": one_of(2, 3, 4, 5)}
+    sizes |= {"key_head_dim": one_of(3, 8, 10), "value_head_dim": one_of(4, 7, 16)}
+    *linear, attention = changes["layer_pattern"]
+    more = {"layer_pattern": linear[:1] * one_of(1, 2, 3) + [attention], "num_layers": one_of(4, 5, 6)}
+    more |= {"linear_attention": changes["linear_attention"] | sizes, "num_kv_heads": one_of(1, 2, 4)}
+    if "moe" in changes:
+        more["moe"] = changes["moe"] | {"num_experts": one_of(4, 6), "shared_experts": one_of(1, 3)}
+    variant = make(name, **more)
+    with torch.no_grad():
+        expected = in_torch(variant)(torch.from_numpy(tokens())).logits.numpy()
+    error = np.abs(variant.logits(tokens()) - expected).max()
+    print(f"{name} {more}: {error:.2g} of {np.abs(expected).max():.2g}")
+    assert error < 1e-4
+
+
+TEXT = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4, "head_dim": 16}
+TEXT |= {"num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 0.01, "max_position_embeddings": LENGTH}
+TEXT |= {f"linear_{name}": value for name, value in LINEAR.items()}
+ROPE = {"rope_theta": 100.0, "rope_type": "default", "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2]}
+SPARSE = {
+    "moe_intermediate_size": 12,
+    "shared_expert_intermediate_size": 24,
+    "num_experts": 5,
+    "num_experts_per_tok": 3,
+}
+VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 16}
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5_moe", pytest.param("qwen3_5", marks=pytest.mark.long)])
+def test_the_text_part_of_a_model_of_text_and_images_is_read(tmp_path, layout, kind):
+    text = TEXT | {"rope_parameters": ROPE} | (SPARSE if kind == "qwen3_5_moe" else {})
+    values = AutoConfig.for_model(kind, text_config=text, vision_config=VISION | {"num_position_embeddings": 16})
+    theirs = AutoModelForImageTextToText.from_config(values).eval()
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            torch.nn.init.normal_(parameter, std=0.3)
+        expected = theirs(torch.from_numpy(tokens())).logits.numpy()
+    theirs.save_pretrained(tmp_path)
+    config = config_of(str(tmp_path)).model
+    assert RELATIVES[relative_of(config)].linear is QWEN3_5
+    model = build_model(config, VOCAB)
+    params = load_hf_params(str(tmp_path), config, model, layout, "float32")
+    assert np.abs(jax.jit(model.apply)({"params": params}, tokens()) - expected).max() < 1e-4
+    assert np.abs(expected).max() > 0.5
 
 
 @pytest.mark.parametrize("name", mark_long(VARIANTS))

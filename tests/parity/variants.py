@@ -59,7 +59,7 @@ QWEN3_MOE = {
 LINEAR = {"num_key_heads": 2, "num_value_heads": 4, "key_head_dim": 6, "value_head_dim": 10}
 # The norm of linear layers divides outputs that can be almost 0: with a small epsilon, rounding alone would be 1e-4.
 HYBRID = {
-    "layer_norm_epsilon": 0.01,
+    "layer_norm_epsilon": 0.1,
     "qk_norm": "head",
     "norm_offset": True,
     "attention_gate": True,
@@ -168,7 +168,10 @@ VARIANTS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "olmo_hybrid",
         "llama",
         OLMO_HYBRID
-        | {"layer_pattern": [*OLMO_LAYERS, "full"], "linear_attention": EVEN | {"num_value_heads": 4, "value_head_dim": 5}},
+        | {
+            "layer_pattern": [*OLMO_LAYERS, "full"],
+            "linear_attention": EVEN | {"num_value_heads": 4, "value_head_dim": 5},
+        },
     ),
     "mpt": ("mpt", "mpt", {}),
     "mpt-6-heads": ("mpt", "mpt", {"hidden_dim": 24, "num_heads": 6}),

@@ -33,7 +33,9 @@ CONFIG = {"model_type": "gpt2"}
 def write(
     folder, dtype: str = "float32", tokenizer=TOKENIZER, template=None, generation=None, kind="gpt2", **options
 ) -> None:
-    pieces = [Piece(name=name, shape=tensor.shape, rows=(Row(name, name),), index=None) for name, tensor in TENSORS.items()]
+    pieces = [
+        Piece(name=name, shape=tensor.shape, rows=(Row(name, name),), index=None) for name, tensor in TENSORS.items()
+    ]
     export = Export(
         pieces=pieces,
         config={"model_type": kind},

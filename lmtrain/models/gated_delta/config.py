@@ -3,6 +3,7 @@ Imports no JAX."""
 
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
+from typing import Any, Literal
 
 from pydantic import model_validator
 
@@ -26,10 +27,14 @@ class GatedDeltaConfig(Sizes):
     key_head_dim: int = architecture(128, ge=1, description="Head dimension of queries and keys")
     value_head_dim: int = architecture(128, ge=1, description="Head dimension of values")
     negative_eigenvalues: bool = architecture(
-        False, description="Strengths of up to 2 instead of 1, so that a token can invert what the state has (OLMo Hybrid)"
+        False,
+        description="Strengths of up to 2 instead of 1, so that a token can invert what the state has (OLMo Hybrid)",
     )
     norm_epsilon: float | None = architecture(
         None, gt=0, description="Epsilon of the norm of outputs (OLMo Hybrid: 1e-5); null: model.layer_norm_epsilon"
+    )
+    weight_format: Literal["qwen3_next", "qwen3_5", "olmo_hybrid"] | None = architecture(
+        None, description="Names of the layers' tensors in exports and adapters; null: of the first type that fits"
     )
     conv_kernel_dim: int = architecture(4, ge=2, description="Positions that the convolution before the rule sees")
 
@@ -38,6 +43,10 @@ class GatedDeltaConfig(Sizes):
         if self.num_value_heads % self.num_key_heads:
             raise field_error("num_value_heads", f"must be a multiple of num_key_heads {self.num_key_heads}")
         return self
+
+    def meaning(self, epsilon: float) -> dict[str, Any]:
+        """The settings that define the meaning of weights; `epsilon` is that of other norms."""
+        return self.model_dump(exclude={"weight_format"}) | {"norm_epsilon": self.norm_epsilon or epsilon}
 
 
 @dataclass(frozen=True)

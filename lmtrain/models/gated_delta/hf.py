@@ -1,4 +1,4 @@
-"""Gated DeltaNet in the Hugging Face format: the keys of its sizes, and its tensors in the forms of three model types."""
+"""Gated DeltaNet in the Hugging Face format: the keys of its sizes, and its tensors as three model types name them."""
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -24,6 +24,7 @@ class DeltaForm(NamedTuple):
     has `negative_eigenvalues`; `epsilon`: that of the norm of outputs; None: that of all norms.
     """
 
+    name: str
     projections: Mapping[str, str]
     convolutions: Mapping[str, str] = MappingProxyType({"conv1d": "qkv"})
     out: str = "out_proj"
@@ -34,9 +35,10 @@ class DeltaForm(NamedTuple):
     epsilon: float | None = None
 
 
-QWEN3_NEXT = DeltaForm({"in_proj_qkvz": "qkvz", "in_proj_ba": "ba"}, is_by_head=True)
-QWEN3_5 = DeltaForm({"in_proj_qkv": "qkv", "in_proj_z": "z", "in_proj_b": "b", "in_proj_a": "a"})
+QWEN3_NEXT = DeltaForm("qwen3_next", {"in_proj_qkvz": "qkvz", "in_proj_ba": "ba"}, is_by_head=True)
+QWEN3_5 = DeltaForm("qwen3_5", {"in_proj_qkv": "qkv", "in_proj_z": "z", "in_proj_b": "b", "in_proj_a": "a"})
 OLMO_HYBRID = DeltaForm(
+    "olmo_hybrid",
     {"q_proj": "q", "k_proj": "k", "v_proj": "v", "g_proj": "z", "b_proj": "b", "a_proj": "a"},
     {"q_conv1d": "q", "k_conv1d": "k", "v_conv1d": "v"},
     out="o_proj",
@@ -45,6 +47,7 @@ OLMO_HYBRID = DeltaForm(
     has_sign=True,
     epsilon=1e-5,
 )
+FORMS = {form.name: form for form in (QWEN3_NEXT, QWEN3_5, OLMO_HYBRID)}
 
 
 def delta_rows(config: GatedDeltaConfig, form: DeltaForm, prefix: str, layers: Sequence[int]) -> list[Row]:
@@ -79,7 +82,8 @@ def read_sizes(values: Mapping[str, Any], form: DeltaForm) -> dict[str, Any]:
         found = {"num_value_heads": heads, "key_head_dim": int(0.75 * width / keys)} | _given(found)
         found = {"value_head_dim": 2 * found["key_head_dim"], "num_key_heads": keys} | found
         found["negative_eigenvalues"] = values.get("linear_allow_neg_eigval", True)
-    defaults = {setting.ours: setting.default for setting in SETTINGS}
+    defaults: dict[str, Any] = {setting.ours: setting.default for setting in SETTINGS}
+    defaults["weight_format"] = form.name
     return defaults | _given(found) | ({} if form.epsilon is None else {"norm_epsilon": form.epsilon})
 
 
@@ -97,6 +101,7 @@ def differences(config: GatedDeltaConfig, form: DeltaForm, epsilon: float) -> se
     """Settings that the type does not have; `epsilon` is that of other norms."""
     lacking = {
         "linear_attention.negative_eigenvalues": config.negative_eigenvalues and not form.has_sign,
+        "linear_attention.weight_format": config.weight_format not in (None, form.name),
         "linear_attention.norm_epsilon": (config.norm_epsilon or epsilon) != (form.epsilon or epsilon),
     }
     return {name for name, differs in lacking.items() if differs}

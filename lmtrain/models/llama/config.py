@@ -212,9 +212,7 @@ class LlamaConfig(BaseModelConfig):
         default = LayerKind(attention="full" if self.sliding_window is None else "sliding")
         mlp: Literal["dense", "moe"] = "dense" if self.moe is None else "moe"
         return tuple(
-            kind.model_copy(
-                update={"mlp": kind.mlp or mlp, "norm_position": kind.norm_position or self.norm_position}
-            )
+            kind.model_copy(update={"mlp": kind.mlp or mlp, "norm_position": kind.norm_position or self.norm_position})
             for kind in self.layer_pattern or (default,)
         )
 
@@ -232,7 +230,9 @@ class LlamaConfig(BaseModelConfig):
         period = shortest_period(self.kinds)
         are_alike = len(period) == 1 and period[0].rope
         moe = None if self.moe is None else self.moe.meaning() | {"intermediate_dim": self.expert_dim}
+        linear = None if self.linear_attention is None else self.linear_attention.meaning(self.layer_norm_epsilon)
         return values | {
+            "linear_attention": linear,
             "num_kv_heads": self.kv_heads,
             "head_dim": self.head_width,
             "rope": self.rope.meaning(),

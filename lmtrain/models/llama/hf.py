@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from lmtrain.hf.key_map import Row, Table
+from lmtrain.models.gated_delta.hf import FORMS, OLMO_HYBRID, QWEN3_5, DeltaForm, delta_rows
 from lmtrain.models.llama.config import LlamaConfig
-from lmtrain.models.gated_delta.hf import OLMO_HYBRID, QWEN3_5, DeltaForm, delta_rows
 from lmtrain.models.llama.hf_config import expert_rows, from_hf_config, to_hf_config
 from lmtrain.models.llama.relatives import RELATIVES, UNSUPPORTED, WITH_IMAGES, is_of_type
 
@@ -99,14 +99,15 @@ def _attention_rows(config: LlamaConfig, layers: tuple[int, ...] | None) -> list
     if config.use_bias:
         rows.append(Row(f"{ours}out/bias", f"{theirs}o_proj.bias", layers=layers))
     if config.qk_norm in ("head", "all"):
-        rows += [
-            Row(f"{ours}norm_{name}/scale", f"{theirs}{name}_norm.weight", rows=0, layers=layers) for name in "qk"
-        ]
+        rows += [Row(f"{ours}norm_{name}/scale", f"{theirs}{name}_norm.weight", rows=0, layers=layers) for name in "qk"]
     return rows
 
 
 def _form(config: LlamaConfig) -> DeltaForm:
     """The names of linear layers. Models that no type has get names, too: adapters have them in their files."""
+    own = config.linear_attention
+    if own is not None and own.weight_format is not None:
+        return FORMS[own.weight_format]
     forms = (relative.linear for relative in RELATIVES.values() if is_of_type(config, relative))
     positions = {kind.norm_position for kind in config.kinds}
     return next((form for form in forms if form is not None), QWEN3_5 if len(positions) == 1 else OLMO_HYBRID)

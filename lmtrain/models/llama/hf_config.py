@@ -6,8 +6,8 @@ from typing import Any
 
 from lmtrain.hf.key_map import Row
 from lmtrain.models.base_config import RopeConfig, SameSetting, from_hf, to_hf
-from lmtrain.models.llama.config import LayerKind, LlamaConfig, shortest_period
 from lmtrain.models.gated_delta.hf import read_sizes, write_sizes
+from lmtrain.models.llama.config import LayerKind, LlamaConfig, shortest_period
 from lmtrain.models.llama.relatives import (
     RELATIVES,
     WITH_IMAGES,
@@ -51,7 +51,13 @@ def expert_rows(config: LlamaConfig, layer: str) -> list[Row]:
     ]
     if config.moe.shared_experts:
         rows += [
-            Row(f"blocks/moe/shared/{name}/kernel", f"{prefix}.shared_expert.{name}_proj.weight", None, True, layers=layers)
+            Row(
+                f"blocks/moe/shared/{name}/kernel",
+                f"{prefix}.shared_expert.{name}_proj.weight",
+                None,
+                True,
+                layers=layers,
+            )
             for name in ("gate", "up", "down")
         ]
     if config.moe.shared_gate:
@@ -318,7 +324,10 @@ def from_hf_config(values: Mapping[str, Any]) -> dict[str, Any]:
     if kind in WITH_IMAGES:
         log.info(f"config.json: {kind}: its text part is used, without images")
         tied = {"tie_word_embeddings": values.get("tie_word_embeddings", False)}
-        values, kind = tied | dict(values.get("text_config") or {}) | {"model_type": WITH_IMAGES[kind]}, WITH_IMAGES[kind]
+        values, kind = (
+            tied | dict(values.get("text_config") or {}) | {"model_type": WITH_IMAGES[kind]},
+            WITH_IMAGES[kind],
+        )
     relative = RELATIVES[kind]
     if relative.experts is not None and not relative.experts.can_be_mixed:  # a file may lack what it does not use
         values = {"intermediate_size": values.get(relative.experts.width_key)} | dict(values)

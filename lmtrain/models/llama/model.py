@@ -103,7 +103,7 @@ class LlamaBlock(Block):
         init, dims = normal(c.initializer_range), (("embed", c.hidden_dim),)
         self.norm_attn, self.norm_mlp = (RmsNorm(dims, c.layer_norm_epsilon, c.norm_offset) for _ in range(2))
         (kind,) = c.pattern
-        self.position = kind.norm_position
+        self.position: str = kind.norm_position or c.norm_position
         if self.position == "both":
             self.norm_mixed, self.norm_added = (RmsNorm(dims, c.layer_norm_epsilon, c.norm_offset) for _ in range(2))
         self.is_linear = kind.attention == "linear"

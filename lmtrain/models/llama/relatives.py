@@ -321,7 +321,7 @@ def _linear_differences(config: LlamaConfig, relative: Relative) -> set[str]:
     in_linear = expected if form is None or form.norms is None else "pre"
     differ = {"layer_pattern"} if not found <= {(False, expected), (True, in_linear)} else set()
     if form is None or own is None:
-        return differ | ({"linear_attention"} if form is not own else set())
+        return differ | ({"linear_attention"} if (form is None) != (own is None) else set())
     if form.norms is not None and not config.attention_layers:
         differ.add("layer_pattern")
     return differ | delta_differences(own, form, config.layer_norm_epsilon)
