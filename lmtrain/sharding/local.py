@@ -30,6 +30,12 @@ def num_parts(names: tuple[str, ...]) -> int:
     return math.prod(mesh.shape[name] for name in names)
 
 
+def dividing(axis: str, size: int) -> tuple[str, ...]:
+    """The mesh axes that split a dimension of this size along the logical `axis`; none if they do not divide it."""
+    names = split_over(axis)
+    return names if size % num_parts(names) == 0 else ()
+
+
 def per_device(function: Callable[..., Any], in_specs: tuple[Any, ...], out_specs: Any) -> Callable[..., Any]:
     """`function` applied to each device's shard of its arguments; unchanged with one device."""
     mesh = jax.sharding.get_abstract_mesh()

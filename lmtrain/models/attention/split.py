@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 
 from lmtrain.models.attention.attend import Options
 from lmtrain.models.mixer import exchange_size
-from lmtrain.sharding.local import num_parts, per_device, split_over
+from lmtrain.sharding.local import dividing, num_parts, per_device, split_over
 
 # (q, k, v, options) -> mixed values, of one device's arrays
 Local = Callable[[jax.Array, jax.Array, jax.Array, Options], jax.Array]
@@ -47,7 +47,7 @@ def on_each_device(
     """
     batch, heads, length, _ = q_BHSC.shape
     by_batch, by_heads, by_keys = (
-        _dividing(axis, size)
+        dividing(axis, size)
         for axis, size in (("act_batch", batch), ("act_heads", heads), ("act_kv_heads", k_BKSC.shape[1]))
     )
     positions = positions_over(length, heads // num_parts(by_heads))
@@ -68,11 +68,6 @@ def on_each_device(
     specs = (of_heads, of_heads, of_heads, PartitionSpec(by_batch), PartitionSpec(by_heads))
     mixed: jax.Array = per_device(of_device, specs, of_heads)(q_BHSC, k_BKSC, v_BKSC, segments, slopes)
     return mixed
-
-
-def _dividing(axis: str, size: int) -> tuple[str, ...]:
-    names = split_over(axis)
-    return names if size % num_parts(names) == 0 else ()
 
 
 def _collected(

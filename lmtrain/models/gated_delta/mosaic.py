@@ -9,6 +9,7 @@ gradient of the inverse needs no product with its own: that of A is minus the lo
 """
 
 import functools
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -19,26 +20,40 @@ from jax.experimental.pallas import tpu as pltpu
 from lmtrain.models.gated_delta.config import CHUNK
 from lmtrain.sharding.local import platform
 
+# Rows of a register with 32 bits.
+_ROWS_OF_A_TILE = 8
+
+# Value heads of a program: each product of one waits for the one before it, so that the matrix units would idle.
+_CHAINS = 8
+
 # An exponent whose exponential is 0.
 _NOTHING = -1e30
 
 
 class Sizes(NamedTuple):
-    """Positions of a chunk, chunks, key heads, value heads of each, widths of keys and values."""
+    """Positions of a chunk, chunks, key heads, those of a program, value heads of each, widths of keys and values."""
 
     chunk: int
     chunks: int
     keys: int
+    group: int
     repeats: int
     width: int
     values: int
+
+    @property
+    def heads(self) -> list[tuple[int, int]]:
+        """The value heads of a program: key head, and number."""
+        return [(key, r) for key in range(self.group) for r in range(self.repeats)]
 
 
 def rule(q: Any, k: Any, v: Any, g: Any, beta: Any, starts: Any, state: Any, chunk: int) -> tuple[jax.Array, jax.Array]:
     """See `gated_delta_rule`; the number of positions is a multiple of `chunk`."""
     batch, length, keys, width = k.shape
     heads, values = v.shape[2:]
-    sizes = Sizes(chunk, length // chunk, keys, heads // keys, width, values)
+    repeats = heads // keys
+    group = max(size for size in range(1, keys + 1) if keys % size == 0 and size * repeats <= max(_CHAINS, repeats))
+    sizes = Sizes(chunk, length // chunk, keys, group, repeats, width, values)
     decay = jnp.cumsum(_rows(g, sizes), -1)
     documents = jnp.cumsum(starts.reshape(batch, -1, 1, chunk), -1, dtype=jnp.int32)
     states = state.reshape(batch, keys, sizes.repeats, width, values)
@@ -67,7 +82,7 @@ def _save(sizes: Sizes, *inputs: jax.Array) -> tuple[Any, Any]:
 
 def _specs(sizes: Sizes, is_reversed: bool) -> dict[str, pl.BlockSpec]:
     """The blocks of a program's arrays."""
-    chunk, chunks, _, repeats, width, values = sizes
+    chunk, chunks, _, group, repeats, width, values = sizes
 
     def at(number: Any) -> Any:
         return chunks - 1 - number if is_reversed else number
@@ -76,25 +91,25 @@ def _specs(sizes: Sizes, is_reversed: bool) -> dict[str, pl.BlockSpec]:
         return pl.BlockSpec((1, chunk, columns), lambda b, h, c: (b, at(c), h))
 
     def of_chunk(*shape: int) -> pl.BlockSpec:
-        return pl.BlockSpec((1, 1, 1, *shape), lambda b, h, c: (b, h, at(c), *(0 for _ in shape)))
+        return pl.BlockSpec((1, group, 1, *shape), lambda b, h, c: (b, h, at(c), *(0 for _ in shape)))
 
     return {
-        "keys": tokens(width),
-        "values": tokens(repeats * values),
+        "keys": tokens(group * width),
+        "values": tokens(group * repeats * values),
         "rows": of_chunk(repeats, chunk),
         "documents": pl.BlockSpec((1, 1, 1, chunk), lambda b, h, c: (b, at(c), 0, 0)),
-        "state": pl.BlockSpec((1, 1, repeats, width, values), lambda b, h, c: (b, h, 0, 0, 0)),
+        "state": pl.BlockSpec((1, group, repeats, width, values), lambda b, h, c: (b, h, 0, 0, 0)),
         "states": of_chunk(repeats, width, values),
         "inverses": of_chunk(repeats, chunk, chunk),
     }
 
 
 def _call(kernel: Any, name: str, sizes: Sizes, batch: int, ins: list[Any], outs: list[Any], shapes: list[Any]) -> Any:
-    scratch = pltpu.VMEM((sizes.repeats, sizes.width, sizes.values), jnp.float32)
+    scratch = pltpu.VMEM((sizes.group, sizes.repeats, sizes.width, sizes.values), jnp.float32)
     return pl.pallas_call(
         kernel,
         name=name,
-        grid=(batch, sizes.keys, sizes.chunks),
+        grid=(batch, sizes.keys // sizes.group, sizes.chunks),
         in_specs=ins,
         out_specs=outs,
         out_shape=shapes,
@@ -118,7 +133,7 @@ def _forward(sizes: Sizes, inputs: tuple[jax.Array, ...], saves: bool) -> Any:
 
 
 class _Gates(NamedTuple):
-    """Of a value head's chunk: decays between positions [L, L], from the state and to it [L, 1], of the state [1, 1]."""
+    """Of a value head's chunk: decays between positions, from the state and to it (see `_column`), of the state [1, 1]."""
 
     between: jax.Array
     from_state: jax.Array
@@ -127,8 +142,14 @@ class _Gates(NamedTuple):
 
 
 def _column(row: jax.Array) -> jax.Array:
-    """[1, L] -> [L, 1]"""
-    return jnp.broadcast_to(row, (row.shape[1], row.shape[1])).T[:, :1]
+    """[1, L] -> [L, L], whose columns are the row: to use one of them alone, it would be spread over registers again."""
+    return jnp.broadcast_to(row, (row.shape[1], row.shape[1])).T
+
+
+def _scaled(column: jax.Array, x: jax.Array) -> jax.Array:
+    """The rows of x [L, N] multiplied by the numbers of a `_column`."""
+    times, rest = divmod(x.shape[1], column.shape[1])
+    return x * (column[:, :1] if rest else jnp.concatenate([column] * times, axis=1))
 
 
 def _dot(x: jax.Array, y: jax.Array, sides: tuple[int, int] = (1, 0)) -> jax.Array:
@@ -153,22 +174,57 @@ def _gates(decay: jax.Array, documents: jax.Array, document_column: jax.Array) -
     )
 
 
-def _inverse(a: jax.Array, dtype: Any) -> jax.Array:
-    """(I + a)^-1; see `rule.unit_inverse`. For 16-bit operands elsewhere, in three products of 16 bits."""
-    size = len(a)
+def _inverses(matrices: list[jax.Array], dtype: Any) -> list[jax.Array]:
+    """(I + a)^-1 of each in float32, as `rule.unit_inverse` joins it from blocks. They take turns: each product waits
+    for the one before it, so that the matrix units would idle with one alone.
+
+    With 16-bit `dtype` the products have 16-bit operands, and the result T is corrected: with R = I - (I + a) T, whose
+    product has three times 16 bits, it is T (I + R + R^2). Its error is below that of rounding it to 16 bits, also for
+    equal keys with strengths of 2; every product in three parts would take twice as long.
+    """
+    size = len(matrices[0])
     i, j = (jax.lax.broadcasted_iota(jnp.int32, (size, size), axis) for axis in (0, 1))
-    inverse = jnp.where(i == j, 1.0, 0.0) - jnp.where((i ^ j) == 1, a, 0.0)
+    identity = jnp.where(i == j, 1.0, 0.0)
+    found = [identity - jnp.where((i ^ j) == 1, a, 0.0) for a in matrices]
     level = 1
     while (2 << (level - 1)) < size:
-        join = jnp.where(((i >> (level + 1)) == (j >> (level + 1))) & ((i >> level) != (j >> level)), a, 0.0)
-        inverse = inverse - _product(_product(inverse, join, dtype), inverse, dtype)
+        is_joint = ((i >> (level + 1)) == (j >> (level + 1))) & ((i >> level) != (j >> level))
+        joins = [jnp.where(is_joint, a, 0.0).astype(dtype) for a in matrices]
+        wholes = [inverse.astype(dtype) for inverse in found]
+        width = 1 << level
+        lower = [inverse if width < _ROWS_OF_A_TILE else _every_second(inverse, width) for inverse in found]
+        halves = [_dot(rows.astype(dtype), join).astype(dtype) for rows, join in zip(lower, joins, strict=True)]
+        lower = [rows - _dot(half, whole) for rows, half, whole in zip(lower, halves, wholes, strict=True)]
+        if width < _ROWS_OF_A_TILE:
+            found = lower
+        else:
+            found = [_with_second(inverse, rows, width) for inverse, rows in zip(found, lower, strict=True)]
         level += 1
-    return inverse
+    if dtype == jnp.float32:
+        return found
+    errors = [
+        identity - inverse - _product(a, inverse, dtype) for a, inverse in zip(matrices, found, strict=True)
+    ]
+    squares = [_dot(error.astype(dtype), error.astype(dtype)) for error in errors]
+    return [
+        inverse + _dot(inverse.astype(dtype), (error + square).astype(dtype))
+        for inverse, error, square in zip(found, errors, squares, strict=True)
+    ]
+
+
+def _every_second(x: jax.Array, width: int) -> jax.Array:
+    """The rows of every second block of `width`: the others do not change when neighbours are joined."""
+    return jnp.concatenate([x[at : at + width] for at in range(width, len(x), 2 * width)], axis=0)
+
+
+def _with_second(x: jax.Array, rows: jax.Array, width: int) -> jax.Array:
+    """`x` with these rows in every second block."""
+    pairs = ((x[2 * at : 2 * at + width], rows[at : at + width]) for at in range(0, len(rows), width))
+    return jnp.concatenate([part for pair in pairs for part in pair], axis=0)
 
 
 def _product(x: jax.Array, y: jax.Array, dtype: Any) -> jax.Array:
-    if dtype == jnp.float32:
-        return _dot(x, y)
+    """A product of float32 in three of 16 bits."""
     (x_high, x_low), (y_high, y_low) = _parts(x, dtype), _parts(y, dtype)
     return _dot(x_high, y_high) + (_dot(x_high, y_low) + _dot(x_low, y_high))
 
@@ -176,6 +232,32 @@ def _product(x: jax.Array, y: jax.Array, dtype: Any) -> jax.Array:
 def _parts(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
     high = x.astype(dtype)
     return high, (x - high.astype(jnp.float32)).astype(dtype)
+
+
+class _Keys(NamedTuple):
+    """Of a key head's chunk: keys, queries, both in one, and the products of keys and of queries with keys."""
+
+    k: jax.Array
+    q: jax.Array
+    both: jax.Array
+    kk: jax.Array
+    qk: jax.Array
+
+
+def _keys(q: Any, k: Any, sizes: Sizes) -> list[_Keys]:
+    found = []
+    for key in range(sizes.group):
+        own = slice(key * sizes.width, (key + 1) * sizes.width)
+        keys, queries = k[0, :, own], q[0, :, own]
+        both = jnp.concatenate([keys, queries], axis=0)
+        products = _dot(both, keys, (1, 1))
+        found.append(_Keys(keys, queries, both, products[: sizes.chunk], products[sizes.chunk :]))
+    return found
+
+
+def _columns(sizes: Sizes) -> list[slice]:
+    """Those of the values of a program's heads."""
+    return [slice(n * sizes.values, (n + 1) * sizes.values) for n in range(len(sizes.heads))]
 
 
 def _forward_kernel(
@@ -186,33 +268,41 @@ def _forward_kernel(
 
     @pl.when(pl.program_id(2) == 0)
     def _() -> None:
-        states[...] = first[0, 0]
+        states[...] = first[0]
 
-    dtype, chunk = v.dtype, sizes.chunk
-    keys, documents_row = k[0], documents[0, 0]
-    document_column = _column(documents_row)
-    both = jnp.concatenate([keys, q[0]], axis=0)
-    products = _dot(both, keys, (1, 1))
-    kk, qk = products[:chunk], products[chunk:]
-    below = jax.lax.broadcasted_iota(jnp.int32, kk.shape, 0) > jax.lax.broadcasted_iota(jnp.int32, kk.shape, 1)
-    for r in range(sizes.repeats):
-        gates = _gates(decay[0, 0, 0, r : r + 1], documents_row, document_column)
-        strength = _column(beta[0, 0, 0, r : r + 1])
-        inverse = _inverse(jnp.where(below, kk * gates.between * strength, 0.0), dtype).astype(dtype)
-        state = states[r]
-        read = _dot(both, state.astype(dtype))
-        columns = slice(r * sizes.values, (r + 1) * sizes.values)
-        wanted = strength * (v[0, :, columns].astype(jnp.float32) - gates.from_state * read[:chunk])
-        new = _dot(inverse, wanted.astype(dtype))
-        within = _dot((qk * gates.between).astype(dtype), new.astype(dtype))
-        out[0, :, columns] = (gates.from_state * read[chunk:] + within).astype(out.dtype)
+    dtype, chunk, heads, columns = v.dtype, sizes.chunk, sizes.heads, _columns(sizes)
+    all_keys, row = _keys(q, k, sizes), documents[0, 0]
+    document_column = _column(row)
+    reads = [_dot(all_keys[key].both, states[key, r].astype(dtype)) for key, r in heads]
+    gates = [_gates(decay[0, key, 0, r : r + 1], row, document_column) for key, r in heads]
+    strengths = [_column(beta[0, key, 0, r : r + 1]) for key, r in heads]
+    below = _is_below(chunk)
+    systems = [
+        jnp.where(below, all_keys[key].kk * gates[n].between * strengths[n], 0.0) for n, (key, _) in enumerate(heads)
+    ]
+    inverses = [inverse.astype(dtype) for inverse in _inverses(systems, dtype)]
+    missing = [
+        v[0, :, columns[n]].astype(jnp.float32) - _scaled(gates[n].from_state, reads[n][:chunk])
+        for n in range(len(heads))
+    ]
+    new = [_dot(inverses[n], _scaled(strengths[n], missing[n]).astype(dtype)) for n in range(len(heads))]
+    for n, (key, r) in enumerate(heads):
+        own, state = gates[n], states[key, r]
+        within = _dot((all_keys[key].qk * own.between).astype(dtype), new[n].astype(dtype))
+        out[0, :, columns[n]] = (_scaled(own.from_state, reads[n][chunk:]) + within).astype(out.dtype)
         if saved:
-            saved[0][0, 0, 0, r], saved[1][0, 0, 0, r] = state.astype(dtype), inverse
-        states[r] = state * gates.kept + _dot(keys, (new * gates.to_state).astype(dtype), (0, 0))
+            saved[0][0, key, 0, r], saved[1][0, key, 0, r] = state.astype(dtype), inverses[n]
+        written = _dot(all_keys[key].k, _scaled(own.to_state, new[n]).astype(dtype), (0, 0))
+        states[key, r] = state * own.kept + written
 
     @pl.when(pl.program_id(2) == sizes.chunks - 1)
     def _() -> None:
-        last[0, 0] = states[...]
+        last[0] = states[...]
+
+
+def _is_below(size: int) -> jax.Array:
+    i, j = (jax.lax.broadcasted_iota(jnp.int32, (size, size), axis) for axis in (0, 1))
+    return i > j
 
 
 def _backward(sizes: Sizes, saved: tuple[jax.Array, ...], cotangents: tuple[jax.Array, jax.Array]) -> tuple[Any, ...]:
@@ -236,73 +326,94 @@ def _backward(sizes: Sizes, saved: tuple[jax.Array, ...], cotangents: tuple[jax.
     return d_q, d_k, d_v, d_decay, d_beta, None, d_first
 
 
-def _row_sums(x: jax.Array) -> jax.Array:
-    """The sums over the last dimension, as a row [1, L]."""
-    ones = jnp.ones((8, x.shape[1]), jnp.float32)
-    return _dot(ones, x, (1, 1))[:1]
+def _row_sums(dtype: Any, *arrays: jax.Array) -> jax.Array:
+    """The sums over the last dimensions of all arrays [L, ...], as a row [1, L]: products with ones, with 16-bit `dtype`
+    of their first 16 bits."""
+    chunk = len(arrays[0])
+    folded: dict[int, Any] = {}
+    for x in arrays:
+        width = chunk if x.shape[1] % chunk == 0 else x.shape[1]
+        for at in range(0, x.shape[1], width):
+            folded[width] = folded.get(width, 0.0) + x[:, at : at + width]
+    parts = [part for x in folded.values() for part in ((x,) if dtype == jnp.float32 else _parts(x, dtype))]
+    sums = [_dot(jnp.ones((_ROWS_OF_A_TILE, part.shape[1]), part.dtype), part, (1, 1)) for part in parts]
+    return _sum(sums)[:1]
 
 
 def _backward_kernel(
-    q: Any, k: Any, v: Any, decay: Any, beta: Any, documents: Any, saved_states: Any, inverses: Any, d_out: Any,
+    q: Any, k: Any, v: Any, decay: Any, beta: Any, documents: Any, saved_states: Any, saved_inverses: Any, d_out: Any,
     d_last: Any, d_q: Any, d_k: Any, d_v: Any, d_decay: Any, d_beta: Any, d_first: Any, d_states: Any, *, sizes: Sizes,
 ) -> None:  # fmt: skip
     @pl.when(pl.program_id(2) == 0)
     def _() -> None:
-        d_states[...] = d_last[0, 0]
+        d_states[...] = d_last[0]
 
-    dtype, chunk = v.dtype, sizes.chunk
-    keys, queries, documents_row = k[0], q[0], documents[0, 0]
-    document_column = _column(documents_row)
-    both = jnp.concatenate([keys, queries], axis=0)
-    products = _dot(both, keys, (1, 1))
-    kk, qk = products[:chunk], products[chunk:]
-    i, j = (jax.lax.broadcasted_iota(jnp.int32, kk.shape, axis) for axis in (0, 1))
+    dtype, chunk, heads, columns = v.dtype, sizes.chunk, sizes.heads, _columns(sizes)
+    all_keys, row = _keys(q, k, sizes), documents[0, 0]
+    of, numbers = [all_keys[key] for key, _ in heads], range(len(heads))
+    document_column, below = _column(row), _is_below(chunk)
     at = jax.lax.broadcasted_iota(jnp.int32, (1, chunk), 1)
-    d_queries = jnp.zeros((chunk, sizes.width), jnp.float32)
-    d_keys = jnp.zeros((chunk, sizes.width), jnp.float32)
-    for r in range(sizes.repeats):
-        gates = _gates(decay[0, 0, 0, r : r + 1], documents_row, document_column)
-        strength = _column(beta[0, 0, 0, r : r + 1])
-        state, inverse = saved_states[0, 0, 0, r], inverses[0, 0, 0, r]
-        columns = slice(r * sizes.values, (r + 1) * sizes.values)
-        d_o = d_out[0, :, columns]
-        d_state = d_states[r]
-        # the forward pass again
-        read = _dot(both, state)
-        missing = v[0, :, columns].astype(jnp.float32) - gates.from_state * read[:chunk]
-        new = _dot(inverse, (strength * missing).astype(dtype)).astype(dtype)
-        scores = qk * gates.between
-        # what is written, what is read, and the triangular system between the two
-        from_next = _dot(keys, d_state.astype(dtype))
-        d_new = _dot(scores.astype(dtype), d_o, (0, 0)) + gates.to_state * from_next
-        d_wanted = _dot(inverse, d_new.astype(dtype), (0, 0))
-        d_missing = strength * d_wanted
-        d_v[0, :, columns] = d_missing.astype(d_v.dtype)
-        d_scores = _dot(d_o, new, (1, 1))
-        d_a = jnp.where(i > j, -_dot(d_wanted.astype(dtype), new, (1, 1)), 0.0) * gates.between
-        d_qk, d_kk = (d_scores * gates.between).astype(dtype), (d_a * strength).astype(dtype)
-        of_out, of_missing = gates.from_state * d_o.astype(jnp.float32), -gates.from_state * d_missing
-        narrow = jnp.concatenate([of_missing, of_out], axis=0).astype(dtype)
-        of_states = _dot(narrow, state, (1, 1))
-        written = (gates.to_state * new.astype(jnp.float32)).astype(dtype)
-        d_queries += _dot(d_qk, keys) + of_states[chunk:]
-        d_keys += _dot(d_qk, queries, (0, 0)) + _dot(d_kk, keys) + _dot(d_kk, keys, (0, 0)) + of_states[:chunk]
-        d_keys += _dot(written, d_state.astype(dtype), (1, 1))
-        # gates: decays between positions, from the state, to the state, of the state
-        mixed = d_scores * scores + d_a * strength * kk
-        to_last = _row_sums(gates.to_state * (new.astype(jnp.float32) * from_next))
-        d_row = _row_sums(mixed) - jnp.sum(mixed, axis=0, keepdims=True) - to_last
-        d_row += _row_sums(of_out * read[chunk:] + of_missing * read[:chunk])
-        whole = jnp.sum(to_last, axis=1, keepdims=True)
-        whole += gates.kept * jnp.sum(d_state * state.astype(jnp.float32), keepdims=True)
-        d_decay[0, 0, 0, r : r + 1] = d_row + jnp.where(at == chunk - 1, whole, 0.0)
-        d_beta[0, 0, 0, r : r + 1] = _row_sums(d_wanted * missing) + _row_sums(d_a * kk)
-        d_states[r] = gates.kept * d_state + _dot(both, narrow, (0, 0))
-    d_q[0], d_k[0] = d_queries.astype(d_q.dtype), d_keys.astype(d_k.dtype)
+    d_o = [d_out[0, :, own] for own in columns]
+    states = [saved_states[0, key, 0, r] for key, r in heads]
+    inverses = [saved_inverses[0, key, 0, r] for key, r in heads]
+    d_next = [d_states[key, r].astype(dtype) for key, r in heads]
+    # what needs no other product first, then the forward pass again
+    reads = [_dot(of[n].both, states[n]) for n in numbers]
+    from_next = [_dot(of[n].k, d_next[n]) for n in numbers]
+    gates = [_gates(decay[0, key, 0, r : r + 1], row, document_column) for key, r in heads]
+    strengths = [_column(beta[0, key, 0, r : r + 1]) for key, r in heads]
+    missing = [
+        v[0, :, columns[n]].astype(jnp.float32) - _scaled(gates[n].from_state, reads[n][:chunk]) for n in numbers
+    ]
+    new = [_dot(inverses[n], _scaled(strengths[n], missing[n]).astype(dtype)).astype(dtype) for n in numbers]
+    scores = [of[n].qk * gates[n].between for n in numbers]
+    # what is written, and the triangular system
+    d_new = [
+        _dot(scores[n].astype(dtype), d_o[n], (0, 0)) + _scaled(gates[n].to_state, from_next[n]) for n in numbers
+    ]
+    d_wanted = [_dot(inverses[n], d_new[n].astype(dtype), (0, 0)) for n in numbers]
+    d_missing = [_scaled(strengths[n], d_wanted[n]) for n in numbers]
+    d_scores = [_dot(d_o[n], new[n], (1, 1)) for n in numbers]
+    d_a = [
+        jnp.where(below, -_dot(d_wanted[n].astype(dtype), new[n], (1, 1)), 0.0) * gates[n].between for n in numbers
+    ]
+    for n in numbers:
+        d_v[0, :, columns[n]] = d_missing[n].astype(d_v.dtype)
+    # keys and queries: of products with one another, of reading the state, of writing it
+    of_out = [_scaled(gates[n].from_state, d_o[n].astype(jnp.float32)) for n in numbers]
+    of_missing = [-_scaled(gates[n].from_state, d_missing[n]) for n in numbers]
+    of_both = [jnp.concatenate([of_missing[n], of_out[n]], axis=0).astype(dtype) for n in numbers]
+    of_states = [_dot(of_both[n], states[n], (1, 1)) for n in numbers]
+    written = [_scaled(gates[n].to_state, new[n].astype(jnp.float32)).astype(dtype) for n in numbers]
+    writing = [_dot(written[n], d_next[n], (1, 1)) for n in numbers]
+    for key, (keys, queries, *_) in enumerate(all_keys):
+        own = [n for n in numbers if heads[n][0] == key]
+        d_qk = _sum(d_scores[n] * gates[n].between for n in own).astype(dtype)
+        d_kk = _sum(d_a[n] * strengths[n] for n in own).astype(dtype)
+        read = _sum(of_states[n] for n in own)
+        columns_of_key = slice(key * sizes.width, (key + 1) * sizes.width)
+        d_q[0, :, columns_of_key] = (_dot(d_qk, keys) + read[chunk:]).astype(d_q.dtype)
+        d_keys = _dot(d_qk, queries, (0, 0)) + _dot(d_kk, keys) + _dot(d_kk, keys, (0, 0)) + read[:chunk]
+        d_k[0, :, columns_of_key] = (d_keys + _sum(writing[n] for n in own)).astype(d_k.dtype)
+    for n, (key, r) in enumerate(heads):
+        # gates: decays between positions, from the state and to it, of the state
+        mixed = d_scores[n] * scores[n] + d_a[n] * strengths[n] * of[n].kk
+        to_last = _scaled(gates[n].to_state, new[n].astype(jnp.float32) * from_next[n])
+        from_first = of_out[n] * reads[n][chunk:] + of_missing[n] * reads[n][:chunk] - to_last
+        whole = jnp.sum(to_last, keepdims=True)
+        whole += gates[n].kept * jnp.sum(d_states[key, r] * states[n].astype(jnp.float32), keepdims=True)
+        d_row = _row_sums(dtype, mixed, from_first) - jnp.sum(mixed, axis=0, keepdims=True)
+        d_decay[0, key, 0, r : r + 1] = d_row + jnp.where(at == chunk - 1, whole, 0.0)
+        d_beta[0, key, 0, r : r + 1] = _row_sums(dtype, d_wanted[n] * missing[n], d_a[n] * of[n].kk)
+        d_states[key, r] = gates[n].kept * d_states[key, r] + _dot(of[n].both, of_both[n], (0, 0))
 
     @pl.when(pl.program_id(2) == sizes.chunks - 1)
     def _() -> None:
-        d_first[0, 0] = d_states[...]
+        d_first[0] = d_states[...]
+
+
+def _sum(arrays: Iterable[jax.Array]) -> jax.Array:
+    return functools.reduce(jnp.add, arrays)
 
 
 _rule.defvjp(_save, _backward)
