@@ -53,6 +53,7 @@ def hybrid_model(num_layers: int = 4, **changes: Any) -> LlamaLM:
     linear = {"num_key_heads": 2, "num_value_heads": 4, "key_head_dim": 8, "value_head_dim": 4}
     pattern = {"layer_pattern": ["linear", "linear", "linear", "full"], "linear_attention": linear}
     pattern |= {"attention_gate": True, "qk_norm": "head", "norm_offset": True, "rope": {"partial_rotary_factor": 0.5}}
+    pattern["layer_norm_epsilon"] = 0.1  # the norm of linear layers divides outputs that can be almost 0
     config = LlamaConfig(**sizes, **pattern, num_layers=num_layers, pad_vocab_to_multiple_of=8, **changes)
     return LlamaLM(config, VOCAB)
 
@@ -60,7 +61,7 @@ def hybrid_model(num_layers: int = 4, **changes: Any) -> LlamaLM:
 # A router that no other test has, in two of three layers.
 MIXED = {
     "layer_pattern": ["full", {"attention": "full", "mlp": "dense"}],
-    "moe": {"router": "sigmoid", "experts_per_token": 3, "shared_experts": 1, "bias_update_rate": 0.01},
+    "moe": {"router": "sigmoid", "experts_per_token": 3, "shared_experts": 1, "shared_gate": True, "bias_update_rate": 0.01},
 }
 
 SIZE, ROUTED = 0.3, 0.7  # coefficients of the auxiliary losses

@@ -34,6 +34,7 @@ METRICS = {
     "auxiliary": "train/routed",
     "mixer": "train/loss",
     "outputs": "train/second_loss",
+    "hybrid": "train/loss",
     "mixed": "moe/balance_loss/layers",
 }
 
@@ -42,7 +43,10 @@ METRICS = {
     ("part", "model", "metric"),
     [
         *(("suite", *case) for case in METRICS.items()),
-        pytest.param("more", "mixed", METRICS["mixed"], marks=pytest.mark.long),
+        *(
+            pytest.param("more", model, METRICS[model.partition(" ")[0]], marks=pytest.mark.long)
+            for model in ("hybrid", "hybrid with kernels", "mixed")
+        ),
         *(
             pytest.param("release", model, METRICS[model], marks=[pytest.mark.long, pytest.mark.release])
             for model in ("window", "auxiliary", "mixer", "outputs")

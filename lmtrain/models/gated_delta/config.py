@@ -15,6 +15,9 @@ from lmtrain.runtime.errors import field_error
 # Names of parameters that are float32 in every computation: rounded to 16 bits, they change the decay.
 EXACT = ("a_log", "dt_bias")
 
+# Part of the name of all operations between the projections in a compiled program.
+SCOPE = "gated_delta_rule"
+
 # Positions of a chunk of the rule: fewer waste a matrix unit of 128 x 128, more need more products.
 CHUNK = 128
 
@@ -36,7 +39,9 @@ class GatedDeltaConfig(Sizes):
     weight_format: Literal["qwen3_next", "qwen3_5", "olmo_hybrid"] | None = architecture(
         None, description="Names of the layers' tensors in exports and adapters; null: of the first type that fits"
     )
-    conv_kernel_dim: int = architecture(4, ge=2, description="Positions that the convolution before the rule sees")
+    conv_kernel_dim: int = architecture(
+        4, ge=2, le=8, description="Positions that the convolution before the rule sees"
+    )
 
     @model_validator(mode="after")
     def _heads_divide(self) -> "GatedDeltaConfig":

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from jax.nn.initializers import Initializer, normal
 
 from lmtrain.models.cache import StackCache
-from lmtrain.models.gated_delta.config import GatedDeltaMixer
+from lmtrain.models.gated_delta.config import SCOPE, GatedDeltaMixer
+from lmtrain.models.gated_delta.kernel import has_kernel, mix
 from lmtrain.models.gated_delta.rule import gated_delta_rule, gated_delta_step
 from lmtrain.models.interface import Documents
 from lmtrain.models.layers.linear import Dims, Linear, declare, sizes
@@ -38,10 +39,10 @@ class GatedDelta(nn.Module):
         c, mixer = self.config, self.mixer
         own, init = mixer.config, normal(c.initializer_range)
         embed, keys, values = (("embed", c.hidden_dim),), self._keys, self._values
-        self.q, self.k = (Linear(embed, keys, init, False) for _ in range(2))
-        self.v, self.z = (Linear(embed, values, init, False) for _ in range(2))
+        self.q, self.k = (Linear(embed, keys, init, False, is_flat=True) for _ in range(2))
+        self.v, self.z = (Linear(embed, values, init, False, is_flat=True) for _ in range(2))
         self.b, self.a = (Linear(embed, values[:1], init, False) for _ in range(2))
-        self.out = Linear(values, embed, init, False)
+        self.out = Linear(values, embed, init, False, is_flat=True)
         self.norm_out = RmsNorm(values[1:], own.norm_epsilon or c.layer_norm_epsilon)
         taps: Dims = (("position", own.conv_kernel_dim),)
         around_zero = _uniform(-(own.conv_kernel_dim**-0.5), own.conv_kernel_dim**-0.5)
@@ -73,9 +74,13 @@ class GatedDelta(nn.Module):
 
     def __call__(self, x: jax.Array, layer: jax.Array, deterministic: bool, documents: Documents) -> jax.Array:
         within, starts = _positions(documents, x)
-        q, k, v = self._normal(self._convolved(self._inputs(x), within))
-        g, beta = self._gates(x)
-        core, _ = gated_delta_rule(q, k, v, g, beta, starts)
+        raw, (g, beta) = self._inputs(x), self._gates(x)
+        if has_kernel():
+            taps, epsilons = (self.conv_q, self.conv_k, self.conv_v), (self.norm_out.epsilon, _EPSILON)
+            mixed = mix(raw, self.z(x), taps, g, beta, starts, within, self.norm_out.scale, epsilons)
+            return self._out(mixed)
+        with jax.named_scope(SCOPE):
+            core, _ = gated_delta_rule(*self._normal(self._convolved(raw, within)), g, beta, starts)
         return self._gated(core, x)
 
     def extend(
@@ -155,8 +160,10 @@ class GatedDelta(nn.Module):
 
     def _gated(self, core: jax.Array, x: jax.Array) -> jax.Array:
         normal = self.norm_out(core).astype(jnp.float32) * jax.nn.silu(self.z(x).astype(jnp.float32))
-        mixed = constrain(normal.astype(x.dtype), "act_batch", "act_seq", "act_heads", None)
-        result: jax.Array = self.out(mixed)
+        return self._out(normal.astype(x.dtype))
+
+    def _out(self, mixed: jax.Array) -> jax.Array:
+        result: jax.Array = self.out(constrain(mixed, "act_batch", "act_seq", "act_heads", None))
         return result
 
 

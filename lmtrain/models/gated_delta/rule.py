@@ -28,30 +28,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from jax.sharding import PartitionSpec
-
-from lmtrain.models.attention.kernel import Choice
 from lmtrain.models.gated_delta.config import CHUNK
-from lmtrain.sharding.local import device_kind, dividing, per_device, platform
-
-# Part of the name of all operations of the rule in a compiled program.
-SCOPE = "gated_delta_rule"
-
-# Lanes of a register of a TPU: arrays of kernels have multiples of them.
-LANES = 128
 
 # The only values of a chunk that the gradient keeps.
 _INVERSE = "gated_delta_inverse"
 
 # Products of float32 on a TPU: 16 bits in three passes. In one, as by default, the inverse would be the largest error.
 _EXACT = jax.lax.Precision.HIGH
-
-
-def choose_rule(platform: str, device_kind: str) -> Choice:
-    """The implementation on a platform and a kind of device: a module of this folder, or XLA's operations."""
-    if platform == "tpu":
-        return Choice("mosaic", "fastest on this device")
-    return Choice("xla", "there is no kernel for this device" if platform == "gpu" else "fastest on this device")
 
 
 def gated_delta_rule(
@@ -62,6 +45,7 @@ def gated_delta_rule(
     beta_BTH: jax.Array,
     starts_BT: jax.Array | None = None,
     state_BHCE: jax.Array | None = None,
+    chunk: int = CHUNK,
 ) -> tuple[jax.Array, jax.Array]:
     """The outputs [B, T, H, E], in the dtype of `v`, and the state after the last token, float32 [B, H, C, E].
 
@@ -71,43 +55,11 @@ def gated_delta_rule(
     float32.
     """
     batch, length, heads, width = v_BTHE.shape
+    kv_heads, key_width = k_BTKC.shape[2:]
+    chunk = min(chunk, length)
     if state_BHCE is None:
-        state_BHCE = jnp.zeros((batch, heads, k_BTKC.shape[3], width), jnp.float32)
+        state_BHCE = jnp.zeros((batch, heads, key_width, width), jnp.float32)
     starts_BT = jnp.zeros((batch, length), bool) if starts_BT is None else starts_BT
-    with jax.named_scope(SCOPE):
-        arrays = q_BTKC, k_BTKC, v_BTHE, g_BTH, beta_BTH, starts_BT, state_BHCE
-        if choose_rule(platform(), device_kind()).name == "xla":
-            return in_chunks(*arrays, min(CHUNK, length))
-        return _by_kernel(*arrays)
-
-
-def _by_kernel(q: Any, k: Any, v: Any, g: Any, beta: Any, starts: Any, state: Any) -> tuple[jax.Array, jax.Array]:
-    """On each device's sequences and heads; with whole chunks, and widths of whole registers."""
-    from lmtrain.models.gated_delta.mosaic import rule  # imports Pallas, which is slow
-
-    (length, keys, width), values = k.shape[1:], v.shape[3]
-
-    def padded(x: jax.Array, *more: int) -> jax.Array:
-        return jnp.pad(x, ((0, 0), (0, -length % CHUNK), *((0, size) for size in more)))
-
-    lanes, of_values = -width % LANES, -values % LANES
-    q, k, v = padded(q, 0, lanes), padded(k, 0, lanes), padded(v, 0, of_values)
-    g, beta, starts = padded(g, 0), padded(beta, 0), padded(starts)
-    state = jnp.pad(state, ((0, 0), (0, 0), (0, lanes), (0, of_values)))
-    rows, heads = dividing("act_batch", len(q)), dividing("act_heads", keys)
-    tokens, whole = PartitionSpec(rows, None, heads), PartitionSpec(rows, heads)
-    local = per_device(
-        functools.partial(rule, chunk=CHUNK), (*[tokens] * 5, PartitionSpec(rows), whole), (tokens, whole)
-    )
-    out, state = local(q, k, v, g, beta, starts, state)
-    return out[:, :length, :, :values], state[:, :, :width, :values]
-
-
-def in_chunks(
-    q_BTKC: Any, k_BTKC: Any, v_BTHE: Any, g_BTH: Any, beta_BTH: Any, starts_BT: Any, state_BHCE: Any, chunk: int
-) -> tuple[jax.Array, jax.Array]:
-    """`gated_delta_rule` by XLA's operations, for any device."""
-    (batch, length, heads, width), (kv_heads, key_width) = v_BTHE.shape, k_BTKC.shape[2:]
     padded = -length % chunk
 
     def cut(x: jax.Array) -> jax.Array:

@@ -16,6 +16,7 @@ from jax.nn.initializers import Initializer
 from jax.sharding import PartitionSpec
 
 from lmtrain.models.layers.quantized import KERNEL, QUANTIZED, SCALE, Quantized, product, stored_product
+from lmtrain.models.layers.remat import unfused_gradient
 from lmtrain.sharding.axes import PARAMETER_AXES, check_axes
 from lmtrain.sharding.local import is_cpu_alone, num_parts, per_device, scatter_sum, split_over, sum_over
 from lmtrain.sharding.placement import gather_rows, stream_axes
@@ -222,12 +223,17 @@ class Linear(nn.Module):
     All leading dimensions are flattened: with [tokens, inputs] the compiler uses its fast matrix product for the weight
     gradient too, with [batch, position, inputs] not on every platform. Positions that are split over devices remain a
     dimension: flattened with the batch, the compiler would gather them.
+
+    `is_flat`: the product has one dimension of inputs and one of outputs, for what reads or writes rows of all heads;
+    otherwise the compiler chooses the order of heads and positions in memory, as attention needs it. Not where devices
+    split the heads: matrices that are split in two ways would be gathered whole.
     """
 
     inputs: Dims
     outputs: Dims
     kernel_init: Initializer
     use_bias: bool = True
+    is_flat: bool = False
 
     def setup(self) -> None:
         dims = self.inputs + self.outputs
@@ -247,8 +253,11 @@ class Linear(nn.Module):
         if not split_over("act_stream"):
             x = x.reshape(math.prod(leading), *sizes(self.inputs))
         quantized = self._in_8_bits()
-        if quantized is None and is_cpu_alone():  # XLA would transpose kernels of more than two dimensions in memory
-            y = x.reshape(-1, math.prod(sizes(self.inputs))) @ self.kernel.reshape(-1, math.prod(sizes(self.outputs)))
+        # for the CPU XLA would transpose kernels of more than two dimensions in memory
+        if quantized is None and ((self.is_flat and not split_over("heads")) or is_cpu_alone()):
+            # the gradient is stored as one matrix: as several, the compiler would transpose the rows of the whole batch
+            kernel = unfused_gradient(self.kernel.reshape(-1, math.prod(sizes(self.outputs))))
+            y = x.reshape(-1, math.prod(sizes(self.inputs))) @ kernel
             y = y.reshape(-1, *sizes(self.outputs))
         elif quantized is None:
             contracted = tuple(range(x.ndim - rank, x.ndim)), tuple(range(rank))

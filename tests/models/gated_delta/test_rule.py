@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lmtrain.models.gated_delta import mosaic
-from lmtrain.models.gated_delta.rule import choose_rule, gated_delta_rule, gated_delta_step, in_chunks, unit_inverse
+from lmtrain.models.gated_delta.rule import gated_delta_rule, gated_delta_step, unit_inverse
 
 B, K, H, C, E = 2, 2, 4, 16, 8
 NAMES = ("q", "k", "v", "g", "beta")
@@ -51,18 +50,6 @@ def float32(x: dict[str, np.ndarray]) -> list[jax.Array]:
     return [jnp.asarray(x[name], jnp.float32) for name in NAMES]
 
 
-def whole(rule, values, starts=None, state=None, chunk=64):
-    """An implementation of the rule, with documents and a state, for any length. Kernels are interpreted."""
-    length = values[0].shape[1]
-    chunk = min(chunk, length) if rule is in_chunks else chunk
-    starts = np.zeros((B, length), bool) if starts is None else starts
-    state = jnp.zeros((B, H, C, E)) if state is None else state
-    pad = [jnp.pad(x, ((0, 0), (0, -length % chunk), *((0, 0) for _ in x.shape[2:]))) for x in (*values, starts)]
-    out, last = rule(*pad, state, chunk)
-    return out[:, :length], last
-
-
-RULES = pytest.mark.parametrize("rule", [in_chunks, mosaic.rule], ids=["xla", "mosaic"])
 STATE = np.random.default_rng(9).normal(size=(B, H, C, E))
 PACKED = [5, 6, 7, 27, 64, 65, 127, 128, 131]
 
@@ -70,24 +57,21 @@ PACKED = [5, 6, 7, 27, 64, 65, 127, 128, 131]
 @pytest.mark.parametrize(("length", "chunk"), [(150, 64), (128, 128), (5, 64), (1, 64)])
 @pytest.mark.parametrize("alike", [0.0, 1.0], ids=["random keys", "equal keys"])
 @pytest.mark.parametrize("at", [[], PACKED], ids=["one document", "packed"])
-@RULES
-def test_outputs_and_state_are_those_of_the_recurrence(rule, length, chunk, alike, at):
+def test_outputs_and_state_are_those_of_the_recurrence(length, chunk, alike, at):
     x, starts = arrays(length, alike=alike), starts_of(length, at)
-    run = jax.jit(functools.partial(whole, rule, chunk=chunk))
-    out, state = run(float32(x), starts, jnp.float32(STATE))
+    out, state = jax.jit(functools.partial(gated_delta_rule, chunk=chunk))(*float32(x), starts, jnp.float32(STATE))
     expected, last = recurrence(x, starts, STATE)
     np.testing.assert_allclose(out, expected, rtol=0, atol=2e-6 * max(1, np.abs(expected).max()))
     np.testing.assert_allclose(state, last, rtol=0, atol=2e-6 * max(1, np.abs(last).max()))
 
 
-@RULES
-def test_gradients_of_packed_documents_are_those_of_each_alone(rule):
+def test_gradients_of_packed_documents_are_those_of_each_alone():
     length, bounds = 150, [0, *PACKED, 150]
     x, starts = arrays(length), starts_of(length, PACKED)
     weights = np.random.default_rng(3).normal(size=(B, length, H, E)).astype(np.float32)
 
     def loss(values, starts, weights):
-        return (whole(rule, values, starts)[0] * weights).sum()
+        return (gated_delta_rule(*values, starts, chunk=64)[0] * weights).sum()
 
     found = jax.jit(jax.grad(loss))(float32(x), starts, weights)
     alone = []
@@ -99,8 +83,7 @@ def test_gradients_of_packed_documents_are_those_of_each_alone(rule):
         np.testing.assert_allclose(gradient, expected, rtol=0, atol=2e-6 * np.abs(expected).max(), err_msg=name)
 
 
-@RULES
-def test_gradients_are_those_of_float64(rule):
+def test_gradients_are_those_of_float64():
     """By differences of the recurrence along random directions."""
     length, starts = 70, starts_of(70, [3, 40, 64])
     x = arrays(length)
@@ -108,7 +91,7 @@ def test_gradients_are_those_of_float64(rule):
     weights, of_state = rng.normal(size=(B, length, H, E)), rng.normal(size=STATE.shape)
 
     def loss(values, state):
-        out, last = whole(rule, values, starts, state, chunk=32)
+        out, last = gated_delta_rule(*values, starts, state, chunk=32)
         return (out * weights).sum() + (last * of_state).sum()
 
     def exact(x, state):
@@ -143,9 +126,9 @@ def test_it_is_what_transformers_computes():
 def test_steps_after_a_prompt_continue_it_and_padding_leaves_the_state():
     x = arrays(40)
     values = float32(x)
-    expected, last = gated_delta_rule(*values)
+    expected, last = gated_delta_rule(*values, chunk=16)
     padded = [jnp.pad(value[:, :25], ((0, 0), (0, 7), *((0, 0) for _ in value.shape[2:]))) for value in values]
-    _, state = gated_delta_rule(*padded)
+    _, state = gated_delta_rule(*padded, chunk=16)
     for t in range(25, 40):
         out, state = gated_delta_step(*(value[:, t] for value in values), state)
         np.testing.assert_allclose(out, expected[:, t], atol=2e-6)
@@ -160,38 +143,14 @@ def test_the_inverse_is_exact_for_repeated_tokens(length):
     np.testing.assert_allclose(found, np.linalg.inv(np.eye(length) + a), atol=1e-6)
 
 
-@RULES
 @pytest.mark.parametrize("strength", [1.0, 2.0])
-@pytest.mark.parametrize("alike", [0.0, 0.9, 1.0])
-def test_16_bit_inputs_keep_gates_inverse_and_state_in_float32(rule, strength, alike):
-    x = arrays(150, alike=alike)
-    x["beta"] = strength * x["beta"] if strength > 1 else x["beta"]
+def test_16_bit_inputs_keep_gates_inverse_and_state_in_float32(strength):
+    x = arrays(150, alike=0.9)
+    x["beta"] *= strength
     values = [v.astype(jnp.bfloat16) if name in "qkv" else v for name, v in zip(NAMES, float32(x), strict=True)]
     rounded = {name: np.asarray(value, np.float64) for name, value in zip(NAMES, values, strict=True)}
     exact, _ = recurrence(rounded, starts_of(150, []), np.zeros_like(STATE))
-    out, state = whole(rule, values, chunk=128)
+    out, state = gated_delta_rule(*values, chunk=64)
     assert (out.dtype, state.dtype) == (jnp.bfloat16, jnp.float32)
     error = np.sqrt(np.square(np.asarray(out, np.float32) - exact).mean() / np.square(exact).mean())
     assert error < 8e-3 * strength
-
-
-def test_16_bit_gradients_of_the_kernel_are_as_exact_as_those_of_xla():
-    x, starts = arrays(256, alike=0.5), starts_of(256, [40, 128, 200])
-    weights = np.random.default_rng(3).normal(size=(B, 256, H, E)).astype(np.float32)
-
-    def gradients(rule, dtype):
-        values = [v.astype(dtype) if name in "qkv" else v for name, v in zip(NAMES, float32(x), strict=True)]
-        return jax.jit(jax.grad(lambda v: (whole(rule, v, starts, chunk=128)[0] * weights).sum()))(values)
-
-    exact = gradients(in_chunks, jnp.float32)
-    for name, true, by_xla, by_kernel in zip(
-        NAMES, exact, *(gradients(rule, jnp.bfloat16) for rule in (in_chunks, mosaic.rule)), strict=True
-    ):
-        theirs, ours = (np.sqrt(np.square(np.float32(g) - true).mean()) for g in (by_xla, by_kernel))
-        scale = np.sqrt(np.square(true).mean())
-        print(f"{name}: {theirs / scale:.1e} by XLA, {ours / scale:.1e} by the kernel")
-        assert ours < max(1.3 * theirs, 3e-3 * scale), name
-
-
-def test_the_kernel_of_a_device_is_chosen():
-    assert [choose_rule(name, "").name for name in ("tpu", "cpu")] == ["mosaic", "xla"]

@@ -1,0 +1,57 @@
+"""The choice between kernels and XLA's operations for what a layer computes between its projections."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from lmtrain.models.attention.kernel import Choice
+from lmtrain.models.gated_delta.config import CHUNK, SCOPE
+from lmtrain.sharding.local import device_kind, dividing, per_device, platform
+
+
+def choose_delta(platform: str, device_kind: str) -> Choice:
+    """The implementation on a platform and a kind of device: `mosaic.py`, or XLA's operations."""
+    if platform == "tpu":
+        return Choice("mosaic", "fastest on this device")
+    return Choice("xla", "there is no kernel for this device" if platform == "gpu" else "fastest on this device")
+
+
+def has_kernel() -> bool:
+    """Whether the program being traced uses a kernel."""
+    return choose_delta(platform(), device_kind()).name != "xla"
+
+
+def mix(
+    raw: tuple[jax.Array, ...],
+    z_BTHE: jax.Array,
+    taps: tuple[jax.Array, ...],
+    g_BTH: jax.Array,
+    beta_BTH: jax.Array,
+    starts_BT: jax.Array | None,
+    within_BT: jax.Array,
+    scale_E: jax.Array,
+    epsilons: tuple[float, float],
+) -> jax.Array:
+    """Convolutions of the projections `raw` to q, k [B, T, K, C] and v [B, T, H, E], the rule, and the norm of its
+    outputs with the gate `z`: [B, T, H, E]. Each device computes its sequences and heads.
+
+    `taps` [W, heads, width] are the kernels of the convolutions, `starts` and `within` the first tokens of documents
+    and positions in them, `epsilons` those of the norms of outputs, and of queries and keys.
+    """
+    from lmtrain.models.gated_delta import mosaic  # imports Pallas, which is slow
+
+    if starts_BT is None:
+        starts_BT = jnp.zeros(z_BTHE.shape[:2], bool)
+    rows, heads = dividing("act_batch", len(z_BTHE)), dividing("act_heads", raw[1].shape[2])
+    tokens, by_head, of_rows = PartitionSpec(rows, None, heads), PartitionSpec(None, heads), PartitionSpec(rows)
+    local = per_device(
+        functools.partial(mosaic.mix, epsilons=epsilons, chunk=CHUNK),
+        ((tokens,) * 3, tokens, (by_head,) * 3, tokens, tokens, of_rows, of_rows, PartitionSpec()),
+        tokens,
+    )
+    with jax.named_scope(SCOPE):
+        mixed: jax.Array = local(raw, z_BTHE, taps, g_BTH, beta_BTH, starts_BT, within_BT, scale_E)
+    return mixed
