@@ -91,13 +91,13 @@ def _gates(decay: jax.Array, documents: jax.Array, document_column: jax.Array) -
     )
 
 
-def _inverses(matrices: list[jax.Array], dtype: Any) -> list[jax.Array]:
+def inverses_of(matrices: list[jax.Array], dtype: Any) -> list[jax.Array]:
     """(I + a)^-1 of each in float32, as `rule.unit_inverse` joins it from blocks. They take turns: each product waits
     for the one before it, so that the matrix units would idle with one alone.
 
     With 16-bit `dtype` the products have 16-bit operands, and the result T is corrected: with R = I - (I + a) T, whose
-    product has three times 16 bits, it is T (I + R + R^2). Its error is below that of rounding it to 16 bits, also for
-    equal keys with strengths of 2; every product in three parts would take twice as long.
+    product has three times 16 bits, it is T (I + R + R^2). Its error is at most about that of rounding it to 16 bits,
+    also for equal keys with strengths of 2; every product in three parts would take twice as long.
     """
     size = len(matrices[0])
     i, j = (jax.lax.broadcasted_iota(jnp.int32, (size, size), axis) for axis in (0, 1))
@@ -308,7 +308,7 @@ def forward_kernel(
     systems = [
         jnp.where(below, all_keys[key].kk * gates[n].between * strengths[n], 0.0) for n, (key, _) in enumerate(heads)
     ]
-    inverses = [inverse.astype(dtype) for inverse in _inverses(systems, dtype)]
+    inverses = [inverse.astype(dtype) for inverse in inverses_of(systems, dtype)]
     missing = [inputs.values[n] - _scaled(gates[n].from_state, reads[n][:chunk]) for n in numbers]
     new = [_dot(inverses[n], _scaled(strengths[n], missing[n]).astype(dtype)) for n in numbers]
     within = [

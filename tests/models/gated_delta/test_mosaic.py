@@ -10,7 +10,7 @@ from models import quick
 import lmtrain.models.gated_delta.layer
 from lmtrain.models.gated_delta.kernel import choose_delta
 from lmtrain.models.gated_delta.layer import GatedDelta
-from lmtrain.models.gated_delta.mosaic_kernels import _inverses
+from lmtrain.models.gated_delta.mosaic_kernels import inverses_of
 from lmtrain.models.interface import Documents
 from lmtrain.models.llama.config import LlamaConfig
 
@@ -91,15 +91,15 @@ def test_16_bit_gradients_are_as_exact_as_those_of_xla(monkeypatch):
 
 @pytest.mark.parametrize("strength", [1.0, 2.0])
 @pytest.mark.parametrize("alike", [0.0, 0.9, 1.0])
-def test_the_inverse_of_16_bit_products_is_more_exact_than_its_rounding(strength, alike):
+def test_the_inverse_of_16_bit_products_is_about_as_exact_as_its_rounding(strength, alike):
     keys = RNG.normal(size=(128, 64))
     keys = (1 - alike) * keys + alike * keys[:1]
     keys /= np.linalg.norm(keys, axis=1, keepdims=True)
     a = np.tril(strength * keys @ keys.T, -1)
     exact = np.linalg.inv(np.eye(128) + a)
-    (found,) = _inverses([jnp.float32(a)], jnp.bfloat16)
+    (found,) = inverses_of([jnp.float32(a)], jnp.bfloat16)
     error, rounding = (np.sqrt(np.square(x - exact).mean()) for x in (found, np.float64(jnp.bfloat16(exact))))
-    assert error <= 1.5 * rounding
+    assert error <= 2 * rounding
 
 
 def test_the_kernel_of_a_device_is_chosen():
