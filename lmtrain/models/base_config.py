@@ -307,7 +307,8 @@ class BaseModelConfig(Sizes):
 
     @property
     def obstacles(self) -> Mapping[str, str]:
-        """Why settings of a run do not fit this model, by their names: lora, transfer, optimizer.qk_clip."""
+        """Why settings of a run do not fit this model, by their names: lora, transfer, optimizer.qk_clip, and
+        optimizer.type for sophia-h."""
         return {}
 
     @property

@@ -13,7 +13,7 @@ from lmtrain.models.attention.kernel import kernel_of
 from lmtrain.models.mixer import AttentionMixer
 from lmtrain.models.moe.experts import EXPERTS_SCOPE
 from lmtrain.models.params import count_parameters
-from lmtrain.plan.wire import count_active, describe_experts, expert_flops, expert_trips, wire_minimum
+from lmtrain.plan.wire import count_active, delta_flops, describe_experts, expert_flops, expert_trips, wire_minimum
 from lmtrain.runtime.accelerators import Accelerator
 from lmtrain.sharding.mesh import Layout
 from lmtrain.train.program.compile import layout_table
@@ -194,8 +194,9 @@ def _flops(program: Program, measured: Figures, step: str) -> dict[str, float]:
     sums = dict.fromkeys(("attention", "sometimes", "optimizer", "recomputed", "other"), 0.0)
     experts, experts_again = expert_flops(program, measured, step, _RECOMPUTED)
     experts_in_8_bits = experts if step == "train" and program.experts_in_8_bits else 0.0
-    sums["recomputed"] += experts_again
-    sums["other"] += experts - experts_again
+    delta, delta_again = delta_flops(program, measured, step, _RECOMPUTED)
+    sums["recomputed"] += experts_again + delta_again
+    sums["other"] += experts - experts_again + delta - delta_again
     for product in measured.products:
         parts = {
             "attention": kernel.scope,

@@ -11,6 +11,8 @@ from lmtrain.compiled.executions import Trips
 from lmtrain.compiled.figures import Figures
 from lmtrain.lora.model import ADAPTERS, BASE
 from lmtrain.models.base_config import Mixture
+from lmtrain.models.gated_delta.config import BACKWARD, GatedDeltaMixer
+from lmtrain.models.gated_delta.config import SCOPE as DELTA_SCOPE
 from lmtrain.models.interface import LanguageModel
 from lmtrain.models.moe.experts import ROUNDS, rows_of_round
 from lmtrain.models.moe.grouped import SCOPE, kernel_of
@@ -80,6 +82,19 @@ def expert_flops(program: Program, measured: Figures, step: str, recomputed: str
     calls = [call for call in measured.kernels if SCOPE in call.op_name]
     times = (sum(call.times for call in calls), sum(call.times for call in calls if recomputed in call.op_name))
     return times[0] * each, times[1] * each
+
+
+def delta_flops(program: Program, measured: Figures, step: str, recomputed: str) -> tuple[float, float]:
+    """FLOPs of the kernels of linear layers, and the recomputed part of them: by formula, a backward pass twice."""
+    calls = [call for call in measured.kernels if DELTA_SCOPE in call.op_name]
+    mixers = [mixer for mixer in program.config.model.mixers if isinstance(mixer, GatedDeltaMixer)]
+    if not calls or not mixers:
+        return 0.0, 0.0
+    sequences = program.rows if step == "train" else program.batching.eval_batch // program.layout.num_batch_shards
+    heads = program.layout.num_parts("act_heads")
+    each = mixers[0].rule_flops * sequences * program.config.model.seq_len / heads
+    times = [(call.times * (2 if BACKWARD in call.op_name else 1), recomputed in call.op_name) for call in calls]
+    return sum(number for number, _ in times) * each, sum(number for number, again in times if again) * each
 
 
 def exchanged_tokens(program: Program, passes: int, batch: int) -> float:

@@ -97,8 +97,9 @@ class RunConfig(HuggingFaceConfig):
         if len(given) > 1:
             raise field_error(given[0], f"set together with {given[1]}; remove one of them")
         self._check_samples()
-        of_run = {"lora": self.lora, "transfer": self.transfer}
+        of_run: dict[str, Any] = {"lora": self.lora, "transfer": self.transfer}
         of_run["optimizer.qk_clip"] = getattr(self.optimizer, "qk_clip", None)
+        of_run["optimizer.type"] = "sophia-h" if self.optimizer.hessian == "hutchinson" else None
         for name, reason in self.model.obstacles.items():
             if of_run[name] is not None:
                 raise field_error(name, reason)
@@ -106,8 +107,6 @@ class RunConfig(HuggingFaceConfig):
         self._check_objective(given)
         self._check_transfer()
         self._check_groups()
-        if self.optimizer.hessian == "hutchinson" and self.model.mixture:
-            raise field_error("optimizer.type", "sophia-h needs second derivatives, which experts lack; use sophia-g")
         if self.use_hf_model_config and not self.initialize_from_hf:
             raise field_error("use_hf_model_config", "requires initialize_from_hf, which is not set")
         if self.epoch and self.data.configs is not None:

@@ -61,7 +61,13 @@ def hybrid_model(num_layers: int = 4, **changes: Any) -> LlamaLM:
 # A router that no other test has, in two of three layers.
 MIXED = {
     "layer_pattern": ["full", {"attention": "full", "mlp": "dense"}],
-    "moe": {"router": "sigmoid", "experts_per_token": 3, "shared_experts": 1, "shared_gate": True, "bias_update_rate": 0.01},
+    "moe": {
+        "router": "sigmoid",
+        "experts_per_token": 3,
+        "shared_experts": 1,
+        "shared_gate": True,
+        "bias_update_rate": 0.01,
+    },
 }
 
 SIZE, ROUTED = 0.3, 0.7  # coefficients of the auxiliary losses

@@ -17,6 +17,8 @@ EXACT = ("a_log", "dt_bias")
 
 # Part of the name of all operations between the projections in a compiled program.
 SCOPE = "gated_delta_rule"
+# Part of the name of the kernel of the backward pass.
+BACKWARD = "gated_delta_backward"
 
 # Positions of a chunk of the rule: fewer waste a matrix unit of 128 x 128, more need more products.
 CHUNK = 128
@@ -75,9 +77,15 @@ class GatedDeltaMixer:
         keys, values = c.num_key_heads * c.key_head_dim, c.num_value_heads * c.value_head_dim
         projections = linear_flops(self.hidden_dim, 2 * keys + 3 * values + 2 * c.num_value_heads)
         convolution = 2 * c.conv_kernel_dim * (2 * keys + values)
+        return projections + convolution + self.rule_flops, 0.0
+
+    @property
+    def rule_flops(self) -> float:
+        """FLOPs of the rule per token, which are in kernels where there is one."""
+        c = self.config
         products_of_keys = 4 * CHUNK * c.key_head_dim * c.num_key_heads / c.num_value_heads
         state, chunk = 6 * c.key_head_dim * c.value_head_dim, 4 * CHUNK * c.value_head_dim + CHUNK**2 / 3
-        return projections + convolution + c.num_value_heads * (state + products_of_keys + chunk), 0.0
+        return c.num_value_heads * (state + products_of_keys + chunk)
 
     def split(self, parts: int, head_parts: int) -> SequenceSplit | None:
         return None

@@ -1,7 +1,6 @@
 """The choice between kernels and XLA's operations for what a layer computes between its projections."""
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp

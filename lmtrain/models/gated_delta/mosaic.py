@@ -1,6 +1,6 @@
-"""What a layer of Gated DeltaNet computes between its projections, as two kernels for TPUs, forward and backward, written
-in Pallas: convolutions, lengths of queries and keys, the rule, and the norm with its gate. In parts, each would read and
-write more than the projections do. Elsewhere they are interpreted: slow, and only for tests.
+"""What a layer of Gated DeltaNet computes between its projections, as two kernels for TPUs in Pallas, one forward and
+one backward: convolutions, lengths of queries and keys, the rule, and the norm with its gate. In parts, each would read
+and write more than the projections do. Elsewhere they are interpreted: slow, and only for tests.
 
 A program has the chunks of a few key heads, one after another; the states and the last inputs of the convolutions stay
 in the memory of the core. The forward kernel saves what the backward kernel cannot compute again without the chunks
@@ -18,7 +18,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from lmtrain.models.gated_delta.mosaic_kernels import ROWS, Sizes, backward_kernel, forward_kernel
+from lmtrain.models.gated_delta.config import BACKWARD
+from lmtrain.models.gated_delta.mosaic_kernels import backward_kernel, forward_kernel
+from lmtrain.models.gated_delta.mosaic_parts import ROWS, Sizes
 from lmtrain.sharding.local import platform
 
 # Lanes of a register: the widths of heads are padded to multiples of them.
@@ -179,7 +181,7 @@ def _backward(sizes: Sizes, saved: tuple[jax.Array, ...], d_out: jax.Array) -> t
         like((batch, sizes.keys // sizes.group, 1, sizes.values), jnp.float32),
     ]
     scratch = [pltpu.VMEM((max(number - 1, 1), ROWS, size), jnp.float32) for size in blocks.columns]
-    call = _call(backward_kernel, "gated_delta_backward", sizes, batch, ins, outs, shapes, scratch)
+    call = _call(backward_kernel, BACKWARD, sizes, batch, ins, outs, shapes, scratch)
     found = call(*inputs, states, inverses, *raw, d_out.astype(z.dtype))
     d_taps = [each.sum(0) for each in found[4:7]]
     return (*found[:4], *d_taps, *found[7:9], None, None, found[9].sum((0, 1)).reshape(scale.shape))

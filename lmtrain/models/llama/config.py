@@ -339,6 +339,9 @@ class LlamaConfig(BaseModelConfig):
         if self.attention_gate:
             found["transfer"] = "model.attention_gate has no transfer rule; remove one"
             found.setdefault("optimizer.qk_clip", "would scale gates with queries (model.attention_gate); set qk_norm")
+        lacking = "linear layers" if self.linear_attention else "experts" if self.moe else ""
+        if lacking:
+            found["optimizer.type"] = f"sophia-h needs second derivatives, which {lacking} lack; use sophia-g"
         if self.linear_attention is not None:
             found["transfer"] = "linear layers (model.linear_attention) have no transfer rule; remove one"
         return found

@@ -13,6 +13,8 @@ from lmtrain.evaluation.eval_step import build_eval_step
 from lmtrain.hf.tokenizer import TextSizes
 from lmtrain.lora.model import BASE, AdaptedModel, adapt, trainable
 from lmtrain.models.attention.kernel import Choice, choose_attention, log_attention
+from lmtrain.models.gated_delta.config import GatedDeltaMixer
+from lmtrain.models.gated_delta.kernel import choose_delta
 from lmtrain.models.interface import LanguageModel
 from lmtrain.models.layers.quantized import Quantized
 from lmtrain.models.moe.grouped import choose_grouped, kernel_of
@@ -289,7 +291,9 @@ def build_program(
     batching = choose_batching(trainer, layout.num_batch_shards)
     check_seq_len(config.model.seq_len, trainer.sequence_parts, any(split.needs_even for split in splits))
     products = choose_grouped(platform, devices[0].device_kind) if config.model.mixture else None
-    _log_choices(devices, layout, replicas, products, expert_parts)
+    is_linear = any(isinstance(mixer, GatedDeltaMixer) for mixer in config.model.mixers)
+    linear = choose_delta(platform, devices[0].device_kind) if is_linear else None
+    _log_choices(devices, layout, replicas, linear, products, expert_parts)
     log_attention(attention, needs, platform)
     abstract, shardings = state_in(layout)
 
@@ -348,11 +352,18 @@ def _frozen_models(config: RunConfig, model: LanguageModel, teacher: Teacher | N
 
 
 def _log_choices(
-    devices: Sequence[Any], layout: Layout, replicas: Replicas, products: Choice | None, expert_parts: ExpertParts
+    devices: Sequence[Any],
+    layout: Layout,
+    replicas: Replicas,
+    linear: Choice | None,
+    products: Choice | None,
+    expert_parts: ExpertParts,
 ) -> None:
     log.info(f"{len(devices)} {devices[0].device_kind} device(s), mesh {used_axes(layout.mesh.shape)}")
     if replicas.reason and len(set(layout.slice_ids)) > 1:
         log.info(f"replica_dcn_axis_size: {replicas.number} ({replicas.reason})")
+    if linear:
+        log.info(f"linear layers: {linear.name} ({linear.reason})")
     if products:
         log.info(f"experts: {products.name} ({products.reason}), expert_axis_size {expert_parts.described}")
 

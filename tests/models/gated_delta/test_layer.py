@@ -140,5 +140,7 @@ def test_what_linear_layers_lack_is_refused():
     transfer = {"base": {"hidden_dim": 8, "num_layers": 2, "num_heads": 2}}
     with pytest.raises(ValidationError, match="linear"):
         RunConfig(model={"type": "llama", **SIZES, **LINEAR}, transfer=transfer)
+    with pytest.raises(ValidationError, match="sophia-g"):
+        RunConfig(model={"type": "llama", **SIZES, **LINEAR}, optimizer={"type": "sophia-h"})
     with pytest.raises(UserError, match="qk_norm"):
         relative_of(LlamaConfig(**SIZES, **LINEAR))

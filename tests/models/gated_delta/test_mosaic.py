@@ -10,7 +10,7 @@ from models import quick
 import lmtrain.models.gated_delta.layer
 from lmtrain.models.gated_delta.kernel import choose_delta
 from lmtrain.models.gated_delta.layer import GatedDelta
-from lmtrain.models.gated_delta.mosaic_kernels import inverses_of
+from lmtrain.models.gated_delta.mosaic_parts import inverses_of
 from lmtrain.models.interface import Documents
 from lmtrain.models.llama.config import LlamaConfig
 
@@ -74,7 +74,8 @@ def test_16_bit_gradients_are_as_exact_as_those_of_xla(monkeypatch):
     layer, params, x = setup(SIZES["two value heads"])
     exact, _ = outputs_and_gradients(monkeypatch, False, layer, params, x, Documents(SEGMENTS))
     rounded = jax.tree_util.tree_map_with_path(
-        lambda path, p: p.astype(jnp.bfloat16) if path[-1].key in ("kernel", "conv_q", "conv_k", "conv_v") else p, params
+        lambda path, p: p.astype(jnp.bfloat16) if path[-1].key in ("kernel", "conv_q", "conv_k", "conv_v") else p,
+        params,
     )
     by_xla, by_kernel = (
         outputs_and_gradients(monkeypatch, kernel, layer, rounded, x.astype(jnp.bfloat16), Documents(SEGMENTS))[0]
