@@ -25,7 +25,6 @@ def has_kernel() -> bool:
 
 def mix(
     raw: tuple[jax.Array, ...],
-    z_BTHE: jax.Array,
     taps: tuple[jax.Array, ...],
     g_BTH: jax.Array,
     beta_BTH: jax.Array,
@@ -34,8 +33,8 @@ def mix(
     scale_E: jax.Array,
     epsilons: tuple[float, float],
 ) -> jax.Array:
-    """Convolutions of the projections `raw` to q, k [B, T, K, C] and v [B, T, H, E], the rule, and the norm of its
-    outputs with the gate `z`: [B, T, H, E]. Each device computes its sequences and heads.
+    """Convolutions of projections to q, k [B, T, K C] and v [B, T, H E], the rule, and the norm of its outputs with a
+    gate z like v: [B, T, H E]. `raw` are q, k, v and z. Each device computes its sequences and heads.
 
     `taps` [W, heads, width] are the kernels of the convolutions, `starts` and `within` the first tokens of documents
     and positions in them, `epsilons` those of the norms of outputs, and of queries and keys.
@@ -43,14 +42,14 @@ def mix(
     from lmtrain.models.gated_delta import mosaic  # imports Pallas, which is slow
 
     if starts_BT is None:
-        starts_BT = jnp.zeros(z_BTHE.shape[:2], bool)
-    rows, heads = dividing("act_batch", len(z_BTHE)), dividing("act_heads", raw[1].shape[2])
+        starts_BT = jnp.zeros(within_BT.shape, bool)
+    rows, heads = dividing("act_batch", len(within_BT)), dividing("act_heads", taps[1].shape[1])
     tokens, by_head, of_rows = PartitionSpec(rows, None, heads), PartitionSpec(None, heads), PartitionSpec(rows)
     local = per_device(
         functools.partial(mosaic.mix, epsilons=epsilons, chunk=CHUNK),
-        ((tokens,) * 3, tokens, (by_head,) * 3, tokens, tokens, of_rows, of_rows, PartitionSpec()),
+        ((tokens,) * 4, (by_head,) * 3, tokens, tokens, of_rows, of_rows, PartitionSpec()),
         tokens,
     )
     with jax.named_scope(SCOPE):
-        mixed: jax.Array = local(raw, z_BTHE, taps, g_BTH, beta_BTH, starts_BT, within_BT, scale_E)
+        mixed: jax.Array = local(raw, taps, g_BTH, beta_BTH, starts_BT, within_BT, scale_E)
     return mixed

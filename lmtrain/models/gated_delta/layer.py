@@ -74,13 +74,15 @@ class GatedDelta(nn.Module):
 
     def __call__(self, x: jax.Array, layer: jax.Array, deterministic: bool, documents: Documents) -> jax.Array:
         within, starts = _positions(documents, x)
-        raw, (g, beta) = self._inputs(x), self._gates(x)
+        g, beta = self._gates(x)
         if has_kernel():
             taps, epsilons = (self.conv_q, self.conv_k, self.conv_v), (self.norm_out.epsilon, _EPSILON)
-            mixed = mix(raw, self.z(x), taps, g, beta, starts, within, self.norm_out.scale, epsilons)
-            return self._out(mixed)
+            raw = tuple(_flat(part(x)) for part in (self.q, self.k, self.v, self.z))
+            mixed = mix(raw, taps, g, beta, starts, within, self.norm_out.scale, epsilons)
+            result: jax.Array = self.out(_flat(mixed).reshape(*x.shape[:2], *sizes(self._values)))
+            return result
         with jax.named_scope(SCOPE):
-            core, _ = gated_delta_rule(*self._normal(self._convolved(raw, within)), g, beta, starts)
+            core, _ = gated_delta_rule(*self._normal(self._convolved(self._inputs(x), within)), g, beta, starts)
         return self._gated(core, x)
 
     def extend(
@@ -160,10 +162,8 @@ class GatedDelta(nn.Module):
 
     def _gated(self, core: jax.Array, x: jax.Array) -> jax.Array:
         normal = self.norm_out(core).astype(jnp.float32) * jax.nn.silu(self.z(x).astype(jnp.float32))
-        return self._out(normal.astype(x.dtype))
-
-    def _out(self, mixed: jax.Array) -> jax.Array:
-        result: jax.Array = self.out(constrain(mixed, "act_batch", "act_seq", "act_heads", None))
+        mixed = constrain(normal.astype(x.dtype), "act_batch", "act_seq", "act_heads", None)
+        result: jax.Array = self.out(mixed)
         return result
 
 
@@ -185,6 +185,12 @@ def causal_convolution(
         seen = jnp.where((positions_BT >= back)[..., None], padded[:, first : first + length], 0)
         total += seen.astype(jnp.float32) * kernel_WD[first].astype(jnp.float32)
     return jax.nn.silu(total).astype(x_BTD.dtype)
+
+
+def _flat(x: jax.Array) -> jax.Array:
+    """[B, S, columns], with the columns of all heads: kernels read them so, and with heads as a dimension of their own
+    the compiler would copy what it passes on."""
+    return constrain(x.reshape(*x.shape[:2], -1), "act_batch", "act_seq", "act_heads")
 
 
 def _uniform(low: float, high: float) -> Initializer:

@@ -37,8 +37,7 @@ _CORE_BYTES = 32 * 2**20
 
 
 def mix(
-    raw: tuple[Any, Any, Any],
-    z_BTHE: Any,
+    raw: tuple[Any, ...],
     taps: tuple[Any, Any, Any],
     g_BTH: Any,
     beta_BTH: Any,
@@ -48,19 +47,22 @@ def mix(
     epsilons: tuple[float, float],
     chunk: int,
 ) -> jax.Array:
-    """[B, T, H, E] in the dtype of `z`: see `kernel.mix`. `chunk` is a multiple of 16."""
-    batch, length, keys, key_dim = raw[1].shape
-    heads, value_dim = z_BTHE.shape[2:]
+    """[B, T, H E] in the dtype of `raw`: see `kernel.mix`. `chunk` is a multiple of 16."""
+    (batch, length), (keys, key_dim), (heads, value_dim) = within_BT.shape, taps[1].shape[1:], taps[2].shape[1:]
     repeats, chunks = heads // keys, -(-length // chunk)
     width, values = (-(-size // _LANES) * _LANES if platform() == "tpu" else size for size in (key_dim, value_dim))
     chains = repeats * max(-(-values // _LANES), 1)
     group = max(size for size in range(1, keys + 1) if keys % size == 0 and size * chains <= max(_CHAINS, chains))
     sizes = Sizes(chunk, chunks, keys, group, repeats, width, values, key_dim, value_dim, *epsilons)
 
-    def flat(x: jax.Array, to: int) -> jax.Array:
-        """[B, T, heads, width] -> [B, N L, columns]"""
-        x = jnp.pad(x, ((0, 0), (0, -length % chunk), (0, 0), (0, to - x.shape[3])))
-        return x.reshape(batch, chunks * chunk, -1)
+    def padded(x: jax.Array, dim: int, to: int) -> jax.Array:
+        """[B, T, heads times dim] -> [B, N L, heads times to]"""
+        if length % chunk:
+            x = jnp.pad(x, ((0, 0), (0, -length % chunk), (0, 0)))
+        if dim == to:
+            return x
+        x = jnp.pad(x.reshape(*x.shape[:2], -1, dim), ((0, 0), (0, 0), (0, 0), (0, to - dim)))
+        return x.reshape(*x.shape[:2], -1)
 
     def rows(x: jax.Array) -> jax.Array:
         """[B, T, H] -> [B, K, N, R, L], as rows of positions"""
@@ -70,18 +72,22 @@ def mix(
     def of_positions(x: jax.Array) -> jax.Array:
         return jnp.pad(x, ((0, 0), (0, -length % chunk))).reshape(batch, chunks, 1, chunk)
 
-    to = width, width, values
-    inputs = [flat(x, size) for x, size in zip((*raw, z_BTHE), (*to, values), strict=True)]
+    to = width, width, values, values
+    dims = key_dim, key_dim, value_dim, value_dim
+    inputs = [padded(x, dim, size) for x, dim, size in zip(raw, dims, to, strict=True)]
     kernels = [
         jnp.pad(x.astype(jnp.float32), ((0, 0), (0, 0), (0, size - x.shape[2]))).reshape(len(x), -1)
-        for x, size in zip(taps, to, strict=True)
+        for x, size in zip(taps, to[:3], strict=True)
     ]
     documents = jnp.cumsum(of_positions(starts_BT), -1, dtype=jnp.int32)
     positions = of_positions(jnp.minimum(within_BT, len(taps[0]))).astype(jnp.int32)
     factor = jnp.pad(scale_E.astype(jnp.float32), (0, values - value_dim))[None]
     decay = jnp.cumsum(rows(g_BTH), -1)
     out = _mix(sizes, *inputs, *kernels, decay, rows(beta_BTH), documents, positions, factor)
-    return out.reshape(batch, -1, heads, values)[:, :length, :, :value_dim]
+    out = out[:, :length]
+    if values == value_dim:
+        return out
+    return out.reshape(batch, length, heads, values)[..., :value_dim].reshape(batch, length, -1)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
