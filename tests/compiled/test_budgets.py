@@ -107,6 +107,19 @@ def test_chunks_of_the_loss_are_large_for_every_sequence_length(length):
     assert 1 <= chunks <= 64 * int(length) / 1024
 
 
+def test_linear_layers_on_tpus_move_what_their_kernels_read_and_write():
+    hybrid = ("--model.layer_pattern", "[linear, full]", "--model.linear_attention", "{}", "--model.num_layers", "2")
+    batch = ("--trainer.train_batch_size", "8", "--trainer.per_device_parallelism", "-1", "--model.seq_len", "4096")
+    found = plan("llama3_8b", *hybrid, *batch, "--device", "v5p", "--topology", "2x2x1", "--step", "train")
+    rows = [row for row in found["hbm_sources"] if row["where"].startswith("models/gated_delta/")]
+    moved, least = (sum(row[name] for row in rows) for name in ("bytes", "least"))
+    assert moved <= 1.1 * least
+    # q, k, v, z, their outputs, and the gradients of all, of 16 and 32 heads of 128 in 16 bits
+    inputs_and_outputs = 2 * 4096 * 2 * (2 * 16 + 3 * 32) * 128 * 2
+    assert moved <= 3 * inputs_and_outputs
+    assert not [loop for loop in found["loops"] if loop["where"].startswith("models/gated_delta/")]
+
+
 SHORT = [("llama2", 2), ("llama2", 8)]
 LONG = [(name, size) for name in ("llama2", "llama3", "mpt") for size in (2, 4, 8) if (name, size) not in SHORT]
 
