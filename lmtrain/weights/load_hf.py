@@ -206,6 +206,8 @@ def _match(ref: str, weights: Weights, pieces: Sequence[Piece], config: ModelCon
     """The stored name of each piece. Raises `UserError` unless they match one to one, with equal shapes."""
     canonical = hf_family(config.type).canonical
     stored = {known: name for name in weights.shapes if (known := canonical(name)) is not None}
+    if left_out := [name for name in weights.shapes if canonical(name) is None]:
+        log.info(f"{ref}: {len(left_out)} tensors are left out, such as {left_out[0]}")
     expected = {piece.name: piece for piece in pieces}
     for name, piece in expected.items():
         if piece.also in stored and name not in stored:

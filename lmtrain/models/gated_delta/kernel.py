@@ -12,15 +12,15 @@ from lmtrain.sharding.local import device_kind, dividing, per_device, platform
 
 
 def choose_delta(platform: str, device_kind: str) -> Choice:
-    """The implementation on a platform and a kind of device: `mosaic.py`, or XLA's operations."""
+    """The implementation on a platform and a kind of device: `mosaic.py`, or the chunks of `rule.py`."""
     if platform == "tpu":
         return Choice("mosaic", "fastest on this device")
-    return Choice("xla", "there is no kernel for this device" if platform == "gpu" else "fastest on this device")
+    return Choice("chunks", "there is no kernel for this device" if platform == "gpu" else "fastest on this device")
 
 
 def has_kernel() -> bool:
     """Whether the program being traced uses a kernel."""
-    return choose_delta(platform(), device_kind()).name != "xla"
+    return choose_delta(platform(), device_kind()).name != "chunks"
 
 
 def mix(

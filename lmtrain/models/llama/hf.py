@@ -73,7 +73,7 @@ def _norm_rows(config: LlamaConfig) -> list[Row]:
     """The norms of the blocks, which can have other names in linear layers."""
     linear = _form(config).norms if config.linear_attention is not None else None
     where = None if linear is None else config.attention_layers
-    position = config.norm_position if where is None else config.kinds[where[0]].norm_position or "pre"
+    position = config.kinds[where[0]].norm_position or "pre" if where else config.norm_position
     names = _NORMS[position]
     others = (linear or {}).items()
     # transformers 5 writes the name of a linear layer's norm for this one
