@@ -39,12 +39,14 @@ def mlp_flops(hidden_dim: int, width: int, matrices: int = 2) -> int:
 class SequenceSplit(NamedTuple):
     """How devices share a sequence: a text for the log; the values that a device sends for each of its positions and
     each pass, in multiples of an activation's size; whether queries are a part of the sequence (the feature `part` of
-    attention); whether a device needs an even number of positions."""
+    attention); whether a device needs an even number of positions; and the bytes that a device sends for each sequence
+    and pass, whatever its length."""
 
     text: str
     sent: float
     has_parts: bool
     needs_even: bool
+    sent_once: float = 0.0
 
 
 class StateArray(NamedTuple):

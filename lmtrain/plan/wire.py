@@ -177,7 +177,9 @@ def _context_parallel(program: Program, passes: int, batch: int) -> float:
     splits = [mixer.split(parts, program.config.trainer.head_parts) for mixer in model.mixers]
     rows = batch // program.layout.num_batch_shards * model.seq_len / parts
     width = jnp.dtype(program.config.trainer.precision.compute).itemsize
-    return passes * rows * width * sum(split.sent for split in splits if split)
+    sequences = batch // program.layout.num_batch_shards
+    of_positions = rows * width * sum(split.sent for split in splits if split)
+    return passes * (of_positions + sequences * sum(split.sent_once for split in splits if split))
 
 
 def _parameters(program: Program) -> list[tuple[int, set[str], set[str], bool, bool]]:

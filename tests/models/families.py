@@ -51,7 +51,7 @@ def hybrid_model(num_layers: int = 4, **changes: Any) -> LlamaLM:
     """Llama as Qwen3-Next: Gated DeltaNet in three of four layers, and attention with a gate."""
     sizes = {"hidden_dim": 16, "intermediate_dim": 24, "num_heads": 4, "num_kv_heads": 2, "seq_len": LENGTH}
     linear = {"num_key_heads": 2, "num_value_heads": 4, "key_head_dim": 8, "value_head_dim": 4}
-    pattern = {"layer_pattern": ["linear", "linear", "linear", "full"], "linear_attention": linear}
+    pattern = {"layer_pattern": ["linear"] * min(3, num_layers - 1) + ["full"], "linear_attention": linear}
     pattern |= {"attention_gate": True, "qk_norm": "head", "norm_offset": True, "rope": {"partial_rotary_factor": 0.5}}
     pattern["layer_norm_epsilon"] = 0.1  # the norm of linear layers divides outputs that can be almost 0
     config = LlamaConfig(**sizes, **pattern, num_layers=num_layers, pad_vocab_to_multiple_of=8, **changes)

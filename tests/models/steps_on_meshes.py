@@ -30,6 +30,8 @@ ALL = PartitioningConfig(expert_axis_size=2, context_axis_size=2, model_axis_siz
 EXPERTS = {"one": MESHES["one"], "fsdp and experts": (8, PartitioningConfig(expert_axis_size=4), 2), "all": (8, ALL, 1)}
 CONTEXT = PartitioningConfig(context_axis_size=2)
 FP8, INT8 = {"products": "fp8"}, {"products": "int8"}
+POSITIONS = {f"context {n}": (8, PartitioningConfig(context_axis_size=n), 1) for n in (2, 4)}
+POSITIONS = {"one": MESHES["one"]} | POSITIONS
 TENSORS = ["one", "fsdp and tensor"]
 SPLIT = {name: MESHES[name] for name in ("one", "fsdp and tensor")} | {"fsdp and context": (8, CONTEXT, 1)}
 MIXED, DENSE = families.moe_model(2, **families.MIXED), families.dense_model()
@@ -42,6 +44,7 @@ MODELS = {
     "mixer": (build_model(conv_config(2, **QUICK), families.VOCAB), MESHES, ["fsdp"], {}),
     "outputs": (TWO, SPLIT, ["fsdp and tensor"], {"objective": two_output_objective()}),
     "hybrid": (families.hybrid_model(**QUICK), MESHES, ["fsdp"], {}),
+    "hybrid over positions": (families.hybrid_model(2, **QUICK), POSITIONS, POSITIONS, {}),
     "hybrid with kernels": (families.hybrid_model(**QUICK), {n: SPLIT[n] for n in TENSORS}, TENSORS, {}),
     "mixed": (MIXED, EXPERTS, ["fsdp and experts"], {}),
     "dense": (DENSE, {"one": MESHES["one"]}, MESHES, {}),

@@ -87,8 +87,12 @@ class GatedDeltaMixer:
         state, chunk = 6 * c.key_head_dim * c.value_head_dim, 4 * CHUNK * c.value_head_dim + CHUNK**2 / 3
         return c.num_value_heads * (state + products_of_keys + chunk)
 
-    def split(self, parts: int, head_parts: int) -> SequenceSplit | None:
-        return None
+    def split(self, parts: int, head_parts: int) -> SequenceSplit:
+        """Devices exchange what their positions do to the state, in float32 (`split.py`)."""
+        c = self.config
+        state = c.num_value_heads * c.key_head_dim * (c.value_head_dim + c.key_head_dim) / head_parts
+        text = f"{parts} devices exchange states"
+        return SequenceSplit(text, 0.0, has_parts=False, needs_even=False, sent_once=(parts - 1) * 4 * state)
 
     def state(self, length: int) -> Mapping[str, StateArray]:
         """The state before the last token and after it, since generation may read the last token again; the inputs of

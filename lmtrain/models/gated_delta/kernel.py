@@ -8,11 +8,14 @@ from jax.sharding import PartitionSpec
 
 from lmtrain.models.attention.kernel import Choice
 from lmtrain.models.gated_delta.config import CHUNK, SCOPE
-from lmtrain.sharding.local import device_kind, dividing, per_device, platform
+from lmtrain.sharding.local import device_kind, dividing, per_device, platform, split_over
 
 
-def choose_delta(platform: str, device_kind: str) -> Choice:
-    """The implementation on a platform and a kind of device: `mosaic.py`, or the chunks of `rule.py`."""
+def choose_delta(platform: str, device_kind: str, is_split: bool = False) -> Choice:
+    """The implementation on a platform and a kind of device: `mosaic.py`, or the chunks of `rule.py`, which can be used
+    where devices share sequences."""
+    if is_split:
+        return Choice("chunks", "devices exchange states")
     if platform == "tpu":
         return Choice("mosaic", "fastest on this device")
     return Choice("chunks", "there is no kernel for this device" if platform == "gpu" else "fastest on this device")
@@ -20,7 +23,7 @@ def choose_delta(platform: str, device_kind: str) -> Choice:
 
 def has_kernel() -> bool:
     """Whether the program being traced uses a kernel."""
-    return choose_delta(platform(), device_kind()).name != "chunks"
+    return choose_delta(platform(), device_kind(), bool(split_over("act_seq"))).name != "chunks"
 
 
 def mix(

@@ -19,6 +19,7 @@ from lmtrain.models.cache import StackCache
 from lmtrain.models.gated_delta.config import SCOPE, GatedDeltaMixer
 from lmtrain.models.gated_delta.kernel import has_kernel, mix
 from lmtrain.models.gated_delta.rule import gated_delta_rule, gated_delta_step
+from lmtrain.models.gated_delta.split import over_devices, positions_over
 from lmtrain.models.interface import Documents
 from lmtrain.models.layers.linear import Dims, Linear, declare, sizes
 from lmtrain.models.layers.mlp import RmsNorm
@@ -81,9 +82,18 @@ class GatedDelta(nn.Module):
             mixed = mix(raw, taps, g, beta, starts, within, self.norm_out.scale, epsilons)
             result: jax.Array = self.out(_flat(mixed).reshape(*x.shape[:2], *sizes(self._values)))
             return result
+        raw, kernels = self._inputs(x), (self.conv_q, self.conv_k, self.conv_v)
+        own = jnp.zeros(within.shape, bool) if starts is None else starts
         with jax.named_scope(SCOPE):
-            core, _ = gated_delta_rule(*self._normal(self._convolved(self._inputs(x), within)), g, beta, starts)
+            if names := positions_over(x.shape[1], self.mixer.config.conv_kernel_dim):
+                core = over_devices(names, self._of_part, (raw, kernels, g, beta, within, own))
+            else:
+                core, _ = gated_delta_rule(*self._normal(_convolved(raw, kernels, within)), g, beta, starts)
         return self._gated(core, x)
+
+    def _of_part(self, raw: Any, kernels: Any, within: jax.Array, before: jax.Array) -> tuple[jax.Array, ...]:
+        """Queries, keys and values of a device's positions, from the inputs before them."""
+        return self._normal(_convolved(raw, kernels, within, before))
 
     def extend(
         self, x: jax.Array, layer: jax.Array, cache: StackCache, start: jax.Array, count: Any
@@ -102,7 +112,8 @@ class GatedDelta(nn.Module):
         kept = jnp.where(again[:, None, None, None] > 0, state["before"], state["after"])
         inputs, at = self._inputs(x), jnp.arange(length)
         before = state["inputs"][rows[:, None], 1 - again[:, None] + jnp.arange(taps - 1)]
-        q, k, v = self._normal(self._convolved(inputs, start[:, None] + at, before))
+        kernels = self.conv_q, self.conv_k, self.conv_v
+        q, k, v = self._normal(_convolved(inputs, kernels, start[:, None] + at, before))
         g, beta = self._gates(x)
         last = jnp.maximum(count, 1) - 1
         core = jnp.zeros_like(v)
@@ -130,19 +141,6 @@ class GatedDelta(nn.Module):
         """The inputs of the convolution, [B, S, heads, width] each."""
         return tuple(constrain(part(x), "act_batch", "act_seq", "act_heads", None) for part in (self.q, self.k, self.v))
 
-    def _convolved(
-        self, inputs: tuple[jax.Array, ...], within: jax.Array, before: jax.Array | None = None
-    ) -> tuple[jax.Array, ...]:
-        """`before` [B, W - 1, channels] are earlier inputs of all three."""
-        found, first = [], 0
-        for x, kernel in zip(inputs, (self.conv_q, self.conv_k, self.conv_v), strict=True):
-            flat, taps = x.reshape(*x.shape[:2], -1), kernel.reshape(len(kernel), -1)
-            size = flat.shape[-1]
-            earlier = None if before is None else before[..., first : first + size]
-            first += size
-            found.append(causal_convolution(flat, taps, within, earlier).reshape(x.shape))
-        return tuple(found)
-
     def _normal(self, mixed: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries and keys of length 1, queries scaled; and values."""
         q, k, v = mixed
@@ -165,6 +163,20 @@ class GatedDelta(nn.Module):
         mixed = constrain(normal.astype(x.dtype), "act_batch", "act_seq", "act_heads", None)
         result: jax.Array = self.out(mixed)
         return result
+
+
+def _convolved(
+    inputs: tuple[jax.Array, ...], kernels: Any, within: jax.Array, before: jax.Array | None = None
+) -> tuple[jax.Array, ...]:
+    """`before` [B, W - 1, channels] are earlier inputs of all three."""
+    found, first = [], 0
+    for x, kernel in zip(inputs, kernels, strict=True):
+        flat, taps = x.reshape(*x.shape[:2], -1), kernel.reshape(len(kernel), -1)
+        size = flat.shape[-1]
+        earlier = None if before is None else before[..., first : first + size]
+        first += size
+        found.append(causal_convolution(flat, taps, within, earlier).reshape(x.shape))
+    return tuple(found)
 
 
 def causal_convolution(

@@ -267,8 +267,10 @@ def build_program(
     teacher = build_teacher(config, vocab_size, platform, kind)
     needs = config.attention_needs()
     attention = choose_attention(needs, platform, kind)
-    if splits := config.sequence_splits:
-        attention = attention._replace(reason=f"{attention.reason}; {splits[0].text}")
+    splits = config.sequence_splits
+    exchanged = next((split.text for split in splits if not split.sent_once), None)
+    if exchanged:
+        attention = attention._replace(reason=f"{attention.reason}; {exchanged}")
     model = adapt(config.lora, config.model, build_model(config.model, vocab_size, attention.name))
     schedule = build_schedule(config.optimizer, trainer.num_train_steps)
     axes = trainable(model, parameter_axes(model))
@@ -292,7 +294,7 @@ def build_program(
     check_seq_len(config.model.seq_len, trainer.sequence_parts, any(split.needs_even for split in splits))
     products = choose_grouped(platform, devices[0].device_kind) if config.model.mixture else None
     is_linear = any(isinstance(mixer, GatedDeltaMixer) for mixer in config.model.mixers)
-    linear = choose_delta(platform, devices[0].device_kind) if is_linear else None
+    linear = choose_delta(platform, devices[0].device_kind, bool(splits)) if is_linear else None
     _log_choices(devices, layout, replicas, linear, products, expert_parts)
     log_attention(attention, needs, platform)
     abstract, shardings = state_in(layout)
