@@ -66,7 +66,7 @@ def compile_layer(tokens: int, by_xla: bool) -> None:
         return y, back(d_y)
 
     compiled = jax.jit(run).lower(params, x, segments, x).compile()
-    found = measure(compiled.as_text(), Network({}, [0]))
+    found = measure(compiled.as_text(), Network(mesh={}, slice_ids=[0]))
     temporary = compiled.memory_analysis().temp_size_in_bytes / 2**30
     peak = found.flops / RATE * CLOCK / 1e6
     print(f"HBM {found.hbm_bytes / 1e9:.1f} GB, temporary {temporary:.2f} GiB")
