@@ -56,9 +56,12 @@ def load_tensors(
     """
     abstract, shardings = flatten(nn.meta.unbox(boxed)), flatten(parameter_shardings(layout, boxed))
 
+    def dtype_of(piece: Piece) -> str:
+        return "float32" if piece.is_exact else dtype
+
     def reader(piece: Piece) -> Callable[[int, tuple[int, ...], NamedSharding], jax.Array]:
         """(number of the row, shape, sharding) -> our array of one of the piece's rows."""
-        name, own = names[piece.name], "float32" if piece.is_exact else dtype
+        name, own = names[piece.name], dtype_of(piece)
         stored = weights.shapes[name]
         if jax.process_count() > 1 and len(stored) > 1 and math.prod(stored) >= _MIN_SHARED:
             split = split_rows(functools.partial(_read_rows, where, weights, name), stored, layout)
@@ -85,8 +88,7 @@ def load_tensors(
                 flat[row.ours] = load(number, shape, sharding)
             else:
                 if row.ours not in flat:
-                    own = "float32" if piece.is_exact else dtype
-                    flat[row.ours] = jnp.zeros(shape, own, device=sharding)
+                    flat[row.ours] = jnp.zeros(shape, dtype_of(piece), device=sharding)
                 dims = len(piece.index)
                 array = load(number, shape[dims:], NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[dims:])))
                 flat[row.ours] = _with_part(sharding)(flat[row.ours], array, piece.index)
@@ -206,7 +208,7 @@ def _match(ref: str, weights: Weights, pieces: Sequence[Piece], config: ModelCon
     """The stored name of each piece. Raises `UserError` unless they match one to one, with equal shapes."""
     canonical = hf_family(config.type).canonical
     stored = {known: name for name in weights.shapes if (known := canonical(name)) is not None}
-    if left_out := [name for name in weights.shapes if canonical(name) is None]:
+    if left_out := sorted(weights.shapes.keys() - stored.values()):
         log.info(f"{ref}: {len(left_out)} tensors are left out, such as {left_out[0]}")
     expected = {piece.name: piece for piece in pieces}
     for name, piece in expected.items():

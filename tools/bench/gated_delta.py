@@ -9,19 +9,13 @@ projections at the device's highest rate. With --xla, the layer without kernels.
 
 import argparse
 import os
-import re
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-ENVIRONMENT = {
-    "JAX_PLATFORMS": "cpu",
-    "TPU_SKIP_MDS_QUERY": "1",
-    "TPU_ACCELERATOR_TYPE": "v5p-8",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-}
+from splash_blocks import ENVIRONMENT, bundles
+
 CORES, CLOCK, RATE = 2, 1.75e9, 459e12
 
 
@@ -96,10 +90,9 @@ def main() -> None:
         short = [*command, "--tokens", "512"]  # the schedules of long products fill the disk
         subprocess.run(short, env={**environment, "LIBTPU_INIT_ARGS": flags}, check=True, stdout=subprocess.DEVNULL)
         for kernel in ("forward", "backward"):
-            (report,) = Path(folder).glob(f"*gated_delta_{kernel}*schedule-analysis_final*")
-            bundles = int(re.search(r"non empty scheduled bundles: (\d+)", report.read_text())[1])
-            total += bundles * programs / CORES
-            print(f"{kernel} kernel: {bundles} bundles for a chunk of two key heads")
+            number = bundles(Path(folder), f"gated_delta_{kernel}")
+            total += number * programs / CORES
+            print(f"{kernel} kernel: {number} bundles for a chunk of two key heads")
     print(f"kernels: {total / 1e6:.1f} M cycles")
 
 

@@ -51,7 +51,7 @@ def compile_kernels(topology: str, block: int, width: int) -> None:
 
 def bundles(folder: Path, kernel: str) -> int:
     """The number of non-empty bundles in the kernel's final schedule."""
-    (report,) = folder.glob(f"*splash_mha_{kernel}*schedule-analysis_final*")
+    (report,) = folder.glob(f"*{kernel}*schedule-analysis_final*")
     found = re.search(r"non empty scheduled bundles: (\d+)", report.read_text())
     assert found is not None
     return int(found[1])
@@ -78,7 +78,7 @@ def main() -> None:
             if done.returncode:
                 print(f"{block}: does not compile: {done.stderr.strip().splitlines()[-1][:200]}")
                 continue
-            counts = [bundles(Path(folder), kernel) for kernel in KERNELS]
+            counts = [bundles(Path(folder), f"splash_mha_{kernel}") for kernel in KERNELS]
         each = ", ".join(f"{name} {count}" for name, count in zip(KERNELS, counts, strict=True))
         print(f"{block}: {each}; {sum(counts) * (512 / block) ** 2:.0f} for 512 x 512 scores", flush=True)
 

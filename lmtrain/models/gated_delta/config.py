@@ -88,7 +88,7 @@ class GatedDeltaMixer:
         return c.num_value_heads * (state + products_of_keys + chunk)
 
     def split(self, parts: int, head_parts: int) -> SequenceSplit:
-        """Devices exchange what their positions do to the state, in float32 (`split.py`)."""
+        """Devices exchange what their positions do to the state, in float32 (`devices.py`)."""
         c = self.config
         state = c.num_value_heads * c.key_head_dim * (c.value_head_dim + c.key_head_dim) / head_parts
         text = f"{parts} devices exchange states"

@@ -17,9 +17,8 @@ from jax.nn.initializers import Initializer, normal
 
 from lmtrain.models.cache import StackCache
 from lmtrain.models.gated_delta.config import SCOPE, GatedDeltaMixer
-from lmtrain.models.gated_delta.kernel import has_kernel, mix
+from lmtrain.models.gated_delta.devices import has_kernel, mix, over_devices, positions_over
 from lmtrain.models.gated_delta.rule import gated_delta_rule, gated_delta_step
-from lmtrain.models.gated_delta.split import over_devices, positions_over
 from lmtrain.models.interface import Documents
 from lmtrain.models.layers.linear import Dims, Linear, declare, sizes
 from lmtrain.models.layers.mlp import RmsNorm

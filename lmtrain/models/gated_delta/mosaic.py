@@ -47,7 +47,7 @@ def mix(
     epsilons: tuple[float, float],
     chunk: int,
 ) -> jax.Array:
-    """[B, T, H E] in the dtype of `raw`: see `kernel.mix`. `chunk` is a multiple of 16."""
+    """[B, T, H E] in the dtype of `raw`: see `devices.mix`. `chunk` is a multiple of 16."""
     (batch, length), (keys, key_dim), (heads, value_dim) = within_BT.shape, taps[1].shape[1:], taps[2].shape[1:]
     repeats, chunks = heads // keys, -(-length // chunk)
     width, values = (-(-size // _LANES) * _LANES if platform() == "tpu" else size for size in (key_dim, value_dim))

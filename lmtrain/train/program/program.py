@@ -14,7 +14,7 @@ from lmtrain.hf.tokenizer import TextSizes
 from lmtrain.lora.model import BASE, AdaptedModel, adapt, trainable
 from lmtrain.models.attention.kernel import Choice, choose_attention, log_attention
 from lmtrain.models.gated_delta.config import GatedDeltaMixer
-from lmtrain.models.gated_delta.kernel import choose_delta
+from lmtrain.models.gated_delta.devices import choose_delta
 from lmtrain.models.interface import LanguageModel
 from lmtrain.models.layers.quantized import Quantized
 from lmtrain.models.moe.grouped import choose_grouped, kernel_of

@@ -8,7 +8,7 @@ import pytest
 from models import quick
 
 import lmtrain.models.gated_delta.layer
-from lmtrain.models.gated_delta.kernel import choose_delta
+from lmtrain.models.gated_delta.devices import choose_delta
 from lmtrain.models.gated_delta.layer import GatedDelta
 from lmtrain.models.gated_delta.mosaic_parts import inverses_of
 from lmtrain.models.interface import Documents
