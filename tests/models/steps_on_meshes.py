@@ -14,7 +14,8 @@ from models import families, quick
 from models.conv_mixer import conv_config
 from models.two_outputs import two_output_config, two_output_objective
 
-import lmtrain.models.gated_delta.layer as gated_delta_layer
+from lmtrain.models.attention.kernel import Choice
+from lmtrain.models.gated_delta import devices as gated_delta_devices
 from lmtrain.models.registry import build_model
 from lmtrain.sharding.config import PartitioningConfig
 from lmtrain.sharding.mesh import build_layout
@@ -45,7 +46,9 @@ MODELS = {
     "outputs": (TWO, SPLIT, ["fsdp and tensor"], {"objective": two_output_objective()}),
     "hybrid": (families.hybrid_model(**QUICK), MESHES, ["fsdp"], {}),
     "hybrid over positions": (families.hybrid_model(2, **QUICK), POSITIONS, POSITIONS, {}),
-    "hybrid with kernels": (families.hybrid_model(**QUICK), {n: SPLIT[n] for n in TENSORS}, TENSORS, {}),
+    "hybrid with mosaic": (families.hybrid_model(**QUICK), {n: SPLIT[n] for n in TENSORS}, TENSORS, {}),
+    "hybrid with triton": (families.hybrid_model(**QUICK), {n: SPLIT[n] for n in TENSORS}, TENSORS, {}),
+    "hybrid over positions with triton": (families.hybrid_model(2, **QUICK), POSITIONS, POSITIONS, {}),
     "mixed": (MIXED, EXPERTS, ["fsdp and experts"], {}),
     "dense": (DENSE, {"one": MESHES["one"]}, MESHES, {}),
     "dense in fp8": (DENSE, SPLIT, SPLIT, FP8),
@@ -62,7 +65,8 @@ def errors(gradients, expected):
 
 found, exact = {}, {}
 for name, (model, meshes, long, how) in MODELS.items():
-    gated_delta_layer.has_kernel = lambda name=name: "with kernels" in name  # interpreted
+    form = name.rpartition(" with ")[2] if " with " in name else "chunks"  # interpreted
+    gated_delta_devices.choose_delta = lambda *more, form=form: Choice(form, "")
     values = quick.random_params(model, {"dense": 0.1, "hybrid": 0.25}.get(name.split()[0], 0.5))
     expected = None
     if sys.argv[2] != "suite" and (sys.argv[2] == "release") != (name in RELEASE):

@@ -5,7 +5,7 @@ Yang et al. 2024, in the form of Qwen3-Next:
     q, k, v = silu(convolution(x Wq, x Wk, x Wv));   q, k = q / |q|, k / |k|;   beta = sigmoid(x Wb)
     g = -exp(A_log) softplus(x Wa + dt_bias);   y = (norm(rule(q / sqrt(C), k, v, g, beta)) * silu(x Wz)) Wo
 
-    B batch  S position  D embed  K key heads  H value heads  C width of keys  E width of values  W taps
+    B batch  S position  D embed  H value heads  C width of keys  W taps
 """
 
 from typing import Any
@@ -13,11 +13,13 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.nn.initializers import Initializer, normal
 
 from lmtrain.models.cache import StackCache
-from lmtrain.models.gated_delta.config import SCOPE, GatedDeltaMixer
-from lmtrain.models.gated_delta.devices import has_kernel, mix, over_devices, positions_over
+from lmtrain.models.gated_delta import chunks
+from lmtrain.models.gated_delta.config import GatedDeltaMixer
+from lmtrain.models.gated_delta.devices import mix
 from lmtrain.models.gated_delta.rule import gated_delta_rule, gated_delta_step
 from lmtrain.models.interface import Documents
 from lmtrain.models.layers.linear import Dims, Linear, declare, sizes
@@ -74,25 +76,17 @@ class GatedDelta(nn.Module):
 
     def __call__(self, x: jax.Array, layer: jax.Array, deterministic: bool, documents: Documents) -> jax.Array:
         within, starts = _positions(documents, x)
-        g, beta = self._gates(x)
-        if has_kernel():
-            taps, epsilons = (self.conv_q, self.conv_k, self.conv_v), (self.norm_out.epsilon, _EPSILON)
-            raw = tuple(_flat(part(x)) for part in (self.q, self.k, self.v, self.z))
-            mixed = mix(raw, taps, g, beta, starts, within, self.norm_out.scale, epsilons)
-            result: jax.Array = self.out(_flat(mixed).reshape(*x.shape[:2], *sizes(self._values)))
-            return result
-        raw, kernels = self._inputs(x), (self.conv_q, self.conv_k, self.conv_v)
-        own = jnp.zeros(within.shape, bool) if starts is None else starts
-        with jax.named_scope(SCOPE):
-            if names := positions_over(x.shape[1], self.mixer.config.conv_kernel_dim):
-                core = over_devices(names, self._of_part, (raw, kernels, g, beta, within, own))
-            else:
-                core, _ = gated_delta_rule(*self._normal(_convolved(raw, kernels, within)), g, beta, starts)
-        return self._gated(core, x)
+        raw, norm = tuple(_flat(part(x)) for part in (self.q, self.k, self.v, self.z)), self.norm_out
+        epsilons, own = (norm.epsilon, _EPSILON), self.mixer.config
+        return self._result(mix(raw, self._taps, *self._gates(x), starts, within, norm.scale, epsilons, own))
 
-    def _of_part(self, raw: Any, kernels: Any, within: jax.Array, before: jax.Array) -> tuple[jax.Array, ...]:
-        """Queries, keys and values of a device's positions, from the inputs before them."""
-        return self._normal(_convolved(raw, kernels, within, before))
+    @property
+    def _taps(self) -> tuple[jax.Array, ...]:
+        return self.conv_q, self.conv_k, self.conv_v
+
+    def _result(self, mixed: jax.Array) -> jax.Array:
+        result: jax.Array = self.out(_flat(mixed).reshape(*mixed.shape[:2], *sizes(self._values)))
+        return result
 
     def extend(
         self, x: jax.Array, layer: jax.Array, cache: StackCache, start: jax.Array, count: Any
@@ -109,10 +103,11 @@ class GatedDelta(nn.Module):
         start, count = (jnp.broadcast_to(value, (batch,)) for value in (start, length if count is None else count))
         again = jnp.clip(state["seen"] - start, 0, 1)  # tokens of the cache that come again
         kept = jnp.where(again[:, None, None, None] > 0, state["before"], state["after"])
-        inputs, at = self._inputs(x), jnp.arange(length)
+        inputs, at = tuple(_flat(part(x)) for part in (self.q, self.k, self.v)), jnp.arange(length)
         before = state["inputs"][rows[:, None], 1 - again[:, None] + jnp.arange(taps - 1)]
-        kernels = self.conv_q, self.conv_k, self.conv_v
-        q, k, v = self._normal(_convolved(inputs, kernels, start[:, None] + at, before))
+        ends = np.cumsum([part.shape[2] for part in inputs])[:2]
+        earlier = jnp.split(before, ends, axis=-1)
+        q, k, v = chunks.inputs(inputs, self._taps, start[:, None] + at, earlier, _EPSILON)
         g, beta = self._gates(x)
         last = jnp.maximum(count, 1) - 1
         core = jnp.zeros_like(v)
@@ -123,7 +118,7 @@ class GatedDelta(nn.Module):
             )
         final = q[rows, last], k[rows, last], v[rows, last], g[rows, last], beta[rows, last]
         output, after = gated_delta_step(*final, kept)
-        joint = jnp.concatenate([part.reshape(batch, length, -1) for part in inputs], axis=-1)
+        joint = jnp.concatenate(inputs, axis=-1)
         known = jnp.concatenate([before, joint.astype(before.dtype)], axis=1)
         new = {
             "before": kept,
@@ -134,68 +129,15 @@ class GatedDelta(nn.Module):
         for name, part in new.items():
             is_new = (count > 0).reshape(-1, *[1] * (part.ndim - 1))
             new[name] = arrays[name].at[number].set(jnp.where(is_new, part, state[name]))
-        return self._gated(core.at[rows, last].set(output), x), cache.with_state(kind, new)
-
-    def _inputs(self, x: jax.Array) -> tuple[jax.Array, ...]:
-        """The inputs of the convolution, [B, S, heads, width] each."""
-        return tuple(constrain(part(x), "act_batch", "act_seq", "act_heads", None) for part in (self.q, self.k, self.v))
-
-    def _normal(self, mixed: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Queries and keys of length 1, queries scaled; and values."""
-        q, k, v = mixed
-
-        def unit(x: jax.Array, scale: float = 1.0) -> jax.Array:
-            wide = x.astype(jnp.float32)
-            factor = jax.lax.rsqrt(jnp.square(wide).sum(-1, keepdims=True) + _EPSILON) * scale
-            return (wide * factor).astype(x.dtype)
-
-        return unit(q, self.mixer.config.key_head_dim**-0.5), unit(k), v
+        core, epsilon = core.at[rows, last].set(output), self.norm_out.epsilon
+        mixed = chunks.gated(core, _flat(self.z(x)), self.norm_out.scale, epsilon)
+        return self._result(mixed), cache.with_state(kind, new)
 
     def _gates(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Logarithms of the decay and strengths, float32 [B, S, H]."""
         steps = jax.nn.softplus(self.a(x).astype(jnp.float32) + self.dt_bias.astype(jnp.float32))
         strength = jax.nn.sigmoid(self.b(x).astype(jnp.float32)) * (2 if self.mixer.config.negative_eigenvalues else 1)
         return -jnp.exp(self.a_log.astype(jnp.float32)) * steps, strength
-
-    def _gated(self, core: jax.Array, x: jax.Array) -> jax.Array:
-        normal = self.norm_out(core).astype(jnp.float32) * jax.nn.silu(self.z(x).astype(jnp.float32))
-        mixed = constrain(normal.astype(x.dtype), "act_batch", "act_seq", "act_heads", None)
-        result: jax.Array = self.out(mixed)
-        return result
-
-
-def _convolved(
-    inputs: tuple[jax.Array, ...], kernels: Any, within: jax.Array, before: jax.Array | None = None
-) -> tuple[jax.Array, ...]:
-    """`before` [B, W - 1, channels] are earlier inputs of all three."""
-    found, first = [], 0
-    for x, kernel in zip(inputs, kernels, strict=True):
-        flat, taps = x.reshape(*x.shape[:2], -1), kernel.reshape(len(kernel), -1)
-        size = flat.shape[-1]
-        earlier = None if before is None else before[..., first : first + size]
-        first += size
-        found.append(causal_convolution(flat, taps, within, earlier).reshape(x.shape))
-    return tuple(found)
-
-
-def causal_convolution(
-    x_BTD: jax.Array, kernel_WD: jax.Array, positions_BT: jax.Array, before_BWD: jax.Array | None = None
-) -> jax.Array:
-    """silu(sum over w of kernel[W - 1 - w] * x at w positions before), [B, T, D], in the dtype of `x`.
-
-    `positions` are those within documents: earlier documents are not seen. `before` [B, W - 1, D] are the inputs before
-    the first; None: zeros.
-    """
-    width, length = kernel_WD.shape[0], x_BTD.shape[1]
-    if before_BWD is None:
-        before_BWD = jnp.zeros((x_BTD.shape[0], width - 1, x_BTD.shape[2]), x_BTD.dtype)
-    padded = jnp.concatenate([before_BWD, x_BTD], axis=1)
-    total = jnp.zeros(x_BTD.shape, jnp.float32)
-    for back in range(width):
-        first = width - 1 - back
-        seen = jnp.where((positions_BT >= back)[..., None], padded[:, first : first + length], 0)
-        total += seen.astype(jnp.float32) * kernel_WD[first].astype(jnp.float32)
-    return jax.nn.silu(total).astype(x_BTD.dtype)
 
 
 def _flat(x: jax.Array) -> jax.Array:

@@ -19,8 +19,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from lmtrain.models.gated_delta.config import BACKWARD
+from lmtrain.models.gated_delta.inverse import ROWS
 from lmtrain.models.gated_delta.mosaic_kernels import backward_kernel, forward_kernel
-from lmtrain.models.gated_delta.mosaic_parts import ROWS, Sizes
+from lmtrain.models.gated_delta.mosaic_parts import Sizes
 from lmtrain.sharding.local import platform
 
 # Lanes of a register: the widths of heads are padded to multiples of them.

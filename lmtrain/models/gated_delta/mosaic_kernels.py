@@ -13,18 +13,16 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from lmtrain.models.gated_delta.inverse import ROWS, dot, inverses_of
 from lmtrain.models.gated_delta.mosaic_parts import (
-    ROWS,
     Sizes,
     activation_back,
     as_column,
     below_diagonal,
     by_head,
     convolve_back,
-    dot,
     gates_of,
     inputs_of,
-    inverses_of,
     keys_of,
     norm_factor,
     row_sums,

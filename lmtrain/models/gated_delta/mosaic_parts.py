@@ -1,5 +1,5 @@
-"""What the kernels in `mosaic_kernels.py` compute of a chunk, in the memory of a core: gates, inverses, convolutions,
-lengths and norms, with the formulas and letters of `rule.py` and `layer.py`.
+"""What the kernels in `mosaic_kernels.py` compute of a chunk, in the memory of a core: gates, convolutions, lengths and
+norms, with the formulas and letters of `rule.py` and `layer.py`.
 """
 
 import functools
@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-# Rows of a register with 32 bits.
-ROWS = 8
+from lmtrain.models.gated_delta.inverse import ROWS, dot, parts_of
 
 # An exponent whose exponential is 0.
 _NOTHING = -1e30
@@ -67,14 +66,6 @@ def scaled(column: jax.Array, x: jax.Array) -> jax.Array:
     return x * (column[:, :1] if rest else jnp.concatenate([column] * times, axis=1))
 
 
-def dot(x: jax.Array, y: jax.Array, sides: tuple[int, int] = (1, 0)) -> jax.Array:
-    """The product over these dimensions, exact for float32 operands."""
-    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    return jax.lax.dot_general(
-        x, y, (((sides[0],), (sides[1],)), ((), ())), precision=precision, preferred_element_type=jnp.float32
-    )
-
-
 def gates_of(decay: jax.Array, documents: jax.Array, document_column: jax.Array) -> _Gates:
     """From rows [1, L], and the documents as a column, too."""
     size = decay.shape[1]
@@ -87,64 +78,6 @@ def gates_of(decay: jax.Array, documents: jax.Array, document_column: jax.Array)
         jnp.exp(jnp.where(document_column == of_last, last - column, _NOTHING)),
         jnp.exp(jnp.where(of_last == 0, last, _NOTHING)),
     )
-
-
-def inverses_of(matrices: list[jax.Array], dtype: Any) -> list[jax.Array]:
-    """(I + a)^-1 of each in float32, as `rule.unit_inverse` joins it from blocks. They take turns: each product waits
-    for the one before it, so that the matrix units would idle with one alone.
-
-    With 16-bit `dtype` the products have 16-bit operands, and the result T is corrected: with R = I - (I + a) T, whose
-    product has three times 16 bits, it is T (I + R + R^2). Its error is at most about that of rounding it to 16 bits,
-    also for equal keys with strengths of 2; every product in three parts would take twice as long.
-    """
-    size = len(matrices[0])
-    i, j = (jax.lax.broadcasted_iota(jnp.int32, (size, size), axis) for axis in (0, 1))
-    identity = jnp.where(i == j, 1.0, 0.0)
-    found = [identity - jnp.where((i ^ j) == 1, a, 0.0) for a in matrices]
-    level = 1
-    while (2 << (level - 1)) < size:
-        is_joint = ((i >> (level + 1)) == (j >> (level + 1))) & ((i >> level) != (j >> level))
-        joins = [jnp.where(is_joint, a, 0.0).astype(dtype) for a in matrices]
-        wholes = [inverse.astype(dtype) for inverse in found]
-        width = 1 << level
-        lower = [inverse if width < ROWS else _every_second(inverse, width) for inverse in found]
-        halves = [dot(rows.astype(dtype), join).astype(dtype) for rows, join in zip(lower, joins, strict=True)]
-        lower = [rows - dot(half, whole) for rows, half, whole in zip(lower, halves, wholes, strict=True)]
-        if width < ROWS:
-            found = lower
-        else:
-            found = [_with_second(inverse, rows, width) for inverse, rows in zip(found, lower, strict=True)]
-        level += 1
-    if dtype == jnp.float32:
-        return found
-    errors = [identity - inverse - _product(a, inverse, dtype) for a, inverse in zip(matrices, found, strict=True)]
-    squares = [dot(error.astype(dtype), error.astype(dtype)) for error in errors]
-    return [
-        inverse + dot(inverse.astype(dtype), (error + square).astype(dtype))
-        for inverse, error, square in zip(found, errors, squares, strict=True)
-    ]
-
-
-def _every_second(x: jax.Array, width: int) -> jax.Array:
-    """The rows of every second block of `width`: the others do not change when neighbours are joined."""
-    return jnp.concatenate([x[at : at + width] for at in range(width, len(x), 2 * width)], axis=0)
-
-
-def _with_second(x: jax.Array, rows: jax.Array, width: int) -> jax.Array:
-    """`x` with these rows in every second block."""
-    pairs = ((x[2 * at : 2 * at + width], rows[at : at + width]) for at in range(0, len(rows), width))
-    return jnp.concatenate([part for pair in pairs for part in pair], axis=0)
-
-
-def _product(x: jax.Array, y: jax.Array, dtype: Any) -> jax.Array:
-    """A product of float32 in three of 16 bits."""
-    (x_high, x_low), (y_high, y_low) = _parts(x, dtype), _parts(y, dtype)
-    return dot(x_high, y_high) + (dot(x_high, y_low) + dot(x_low, y_high))
-
-
-def _parts(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
-    high = x.astype(dtype)
-    return high, (x - high.astype(jnp.float32)).astype(dtype)
 
 
 def total_of(arrays: Iterable[jax.Array]) -> jax.Array:
@@ -161,7 +94,7 @@ def row_sums(dtype: Any, *arrays: jax.Array) -> jax.Array:
         width = chunk if x.shape[1] % chunk == 0 else x.shape[1]
         for at in range(0, x.shape[1], width):
             folded[width] = folded.get(width, 0.0) + x[:, at : at + width]
-    parts = [part for x in folded.values() for part in ((x,) if dtype == jnp.float32 else _parts(x, dtype))]
+    parts = [part for x in folded.values() for part in ((x,) if dtype == jnp.float32 else parts_of(x, dtype))]
     return total_of(dot(jnp.ones((ROWS, part.shape[1]), part.dtype), part, (1, 1)) for part in parts)[:1]
 
 

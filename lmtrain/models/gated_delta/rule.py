@@ -20,21 +20,14 @@ only its last one writes it. Gates of -inf would give NaN, and large ones would 
 """
 
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.ad_checkpoint import checkpoint_name
 
 from lmtrain.models.gated_delta.config import CHUNK
-
-# The only values of a chunk that the gradient keeps.
-_INVERSE = "gated_delta_inverse"
-
-# Products of float32 on a TPU: 16 bits in three passes. In one, as by default, the inverse would be the largest error.
-_EXACT = jax.lax.Precision.HIGH
+from lmtrain.models.gated_delta.inverse import EXACT, INVERSE, unit_inverse
 
 
 def gated_delta_rule(
@@ -75,7 +68,7 @@ def gated_delta_rule(
     q, k = (jnp.moveaxis(cut(x), 3, 2) for x in (q_BTKC, k_BTKC))
     parts = q, k, of_values(v_BTHE), of_values(g_BTH), of_values(beta_BTH), cut(starts_BT)
     state = state_BHCE.reshape(batch, kv_heads, heads // kv_heads, key_width, width)
-    policy = jax.checkpoint_policies.save_only_these_names(_INVERSE)
+    policy = jax.checkpoint_policies.save_only_these_names(INVERSE)
     state, out = jax.lax.scan(jax.checkpoint(_chunk, policy=policy), state, parts)
     out = jnp.moveaxis(out.reshape(out.shape[0], batch, heads, chunk, width), (0, 2), (1, 3))
     return out.reshape(batch, -1, heads, width)[:, :length], state.reshape(state_BHCE.shape)
@@ -85,7 +78,7 @@ def _chunk(state_BKRCE: jax.Array, part: Any) -> tuple[jax.Array, jax.Array]:
     """The state after a chunk, and its outputs [B, K, R, L, E]."""
     q_BKLC, k_BKLC, v_BKRLE, g_BKRL, beta_BKRL, starts_BL = part
     dtype, length = v_BKRLE.dtype, v_BKRLE.shape[3]
-    precision = _EXACT if dtype == jnp.float32 else None
+    precision = EXACT if dtype == jnp.float32 else None
     product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32, precision=precision)
     document = jnp.cumsum(starts_BL, -1)[:, None, None]  # of the chunk; 0: the one that the state is of
     decay = jnp.cumsum(g_BKRL, -1)
@@ -119,44 +112,3 @@ def gated_delta_step(
     change = (v_BHE - jnp.einsum("BHC,BHCE->BHE", k, state)) * beta_BH[..., None]
     state = state + k[..., None] * change[..., None, :]
     return jnp.einsum("BHC,BHCE->BHE", q, state).astype(v_BHE.dtype), state
-
-
-@jax.custom_vjp
-def unit_inverse(a: jax.Array) -> jax.Array:
-    """(I + a)^-1 of strictly lower triangular matrices `a` [..., L, L].
-
-    Neighbouring blocks of known inverses are joined, from the diagonal on: as exact as substitution. The product
-    (I - a) (I + a^2) (I + a^4) ... has as few products, and errors of up to 1e30 for a repeated token.
-    """
-    return _joined_blocks(a)
-
-
-def _joined_blocks(a: jax.Array) -> jax.Array:
-    first, *rest = _joins(a.shape[-1])
-    inverse = jnp.eye(a.shape[-1], dtype=a.dtype) - jnp.where(first, a, 0)
-    for join in rest:
-        between = jnp.matmul(inverse, jnp.where(join, a, 0), precision=_EXACT)
-        inverse = inverse - jnp.matmul(between, inverse, precision=_EXACT)
-    return inverse
-
-
-def _joins(length: int) -> Iterator[np.ndarray]:
-    """For blocks of 1, 2, 4, ...: the entries below the diagonal that join two neighbouring blocks."""
-    i, size = np.arange(length), 1
-    while size < max(length, 2):
-        yield (i[:, None] // (2 * size) == i // (2 * size)) & (i[:, None] // size > i // size)
-        size *= 2
-
-
-def _inverse_forward(a: jax.Array) -> tuple[jax.Array, jax.Array]:
-    inverse = checkpoint_name(_joined_blocks(a), _INVERSE)
-    return inverse, inverse
-
-
-def _inverse_backward(inverse: jax.Array, d_inverse: jax.Array) -> tuple[jax.Array]:
-    transposed = inverse.swapaxes(-1, -2)
-    d_a = jnp.matmul(jnp.matmul(transposed, d_inverse, precision=_EXACT), transposed, precision=_EXACT)
-    return (-jnp.tril(d_a, -1),)
-
-
-unit_inverse.defvjp(_inverse_forward, _inverse_backward)

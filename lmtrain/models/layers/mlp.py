@@ -121,7 +121,13 @@ class RmsNorm(nn.Module):
         scale = jnp.ones(sizes(self.dims), jnp.float32)
         if self.use_scale:
             scale = self.scale + 1 if self.offset else self.scale
-        return _norm(flat(x, len(self.dims)), scale, None, self.epsilon, False).reshape(x.shape)
+        return rms_norm(x, scale, self.epsilon)
+
+
+def rms_norm(x: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
+    """The norm of `RmsNorm` over the dimensions of `scale`."""
+    result: jax.Array = _norm(flat(x, scale.ndim), scale, None, epsilon, False).reshape(x.shape)
+    return result
 
 
 # The gradient reads the input in its own precision: that of JAX stores the normalized input in float32 for the gradient

@@ -293,8 +293,14 @@ def build_program(
     batching = choose_batching(trainer, layout.num_batch_shards)
     check_seq_len(config.model.seq_len, trainer.sequence_parts, any(split.needs_even for split in splits))
     products = choose_grouped(platform, devices[0].device_kind) if config.model.mixture else None
-    is_linear = any(isinstance(mixer, GatedDeltaMixer) for mixer in config.model.mixers)
-    linear = choose_delta(platform, devices[0].device_kind, bool(splits)) if is_linear else None
+    linear = next(
+        (
+            choose_delta(platform, devices[0].device_kind, bool(splits), trainer.precision.compute, mixer.config)
+            for mixer in config.model.mixers
+            if isinstance(mixer, GatedDeltaMixer)
+        ),
+        None,
+    )
     _log_choices(devices, layout, replicas, linear, products, expert_parts)
     log_attention(attention, needs, platform)
     abstract, shardings = state_in(layout)

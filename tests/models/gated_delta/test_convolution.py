@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import torch
 
-from lmtrain.models.gated_delta.layer import causal_convolution
+from lmtrain.models.gated_delta.chunks import causal_convolution
 
 RNG = np.random.default_rng(0)
 X, KERNEL = RNG.normal(size=(2, 12, 6)).astype(np.float32), RNG.normal(size=(4, 6)).astype(np.float32)

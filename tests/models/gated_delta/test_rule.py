@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lmtrain.models.gated_delta.rule import gated_delta_rule, gated_delta_step, unit_inverse
+from lmtrain.models.gated_delta.inverse import unit_inverse
+from lmtrain.models.gated_delta.rule import gated_delta_rule, gated_delta_step
 
 B, K, H, C, E = 2, 2, 4, 16, 8
 NAMES = ("q", "k", "v", "g", "beta")

@@ -1,4 +1,4 @@
-"""The kernels for TPUs, interpreted: a layer computes with them what it computes by XLA's operations."""
+"""The kernels for TPUs and GPUs, interpreted: a layer computes with them what it computes by XLA's operations."""
 
 import flax.linen as nn
 import jax
@@ -7,14 +7,16 @@ import numpy as np
 import pytest
 from models import quick
 
-import lmtrain.models.gated_delta.layer
-from lmtrain.models.gated_delta.devices import choose_delta
+from lmtrain.models.attention.kernel import Choice
+from lmtrain.models.gated_delta import devices
+from lmtrain.models.gated_delta.config import GatedDeltaConfig
 from lmtrain.models.gated_delta.layer import GatedDelta
-from lmtrain.models.gated_delta.mosaic_parts import inverses_of
+from lmtrain.models.gated_delta.inverse import inverses_of
 from lmtrain.models.interface import Documents
 from lmtrain.models.llama.config import LlamaConfig
 
 LENGTH = 300  # two whole chunks and a part
+KERNELS = ("mosaic", "triton")
 RNG = np.random.default_rng(0)
 # Documents within chunks, over several, of one token, that begin with a chunk or end with one.
 STARTS = ([0, 5, 6, 7, 100, 128, 131, 200, 255], [0, 256], [0])
@@ -38,7 +40,7 @@ SIZES = {
 
 
 def outputs_and_gradients(monkeypatch, kernel, layer, params, x, documents):
-    monkeypatch.setattr(lmtrain.models.gated_delta.layer, "has_kernel", lambda: kernel)
+    monkeypatch.setattr(devices, "choose_delta", lambda *more: Choice(kernel, ""))
     weights = jnp.asarray(np.random.default_rng(3).normal(size=x.shape), jnp.float32)
 
     def loss(params, x):
@@ -54,12 +56,13 @@ def setup(sizes, dtype=jnp.float32):
     return layer, nn.meta.unbox(quick.random_like(abstract, 0.5)), x
 
 
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
-def test_outputs_and_every_gradient_are_those_of_xla(monkeypatch, sizes):
+def test_outputs_and_every_gradient_are_those_of_xla(monkeypatch, sizes, kernel):
     layer, params, x = setup(sizes)
     documents = Documents(SEGMENTS)
     (by_xla, expected), (by_kernel, found) = (
-        outputs_and_gradients(monkeypatch, kernel, layer, params, x, documents) for kernel in (False, True)
+        outputs_and_gradients(monkeypatch, name, layer, params, x, documents) for name in ("chunks", kernel)
     )
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
     for (path, true), gradient in zip(
@@ -70,38 +73,47 @@ def test_outputs_and_every_gradient_are_those_of_xla(monkeypatch, sizes):
         np.testing.assert_allclose(gradient, true, rtol=0, atol=5e-5 * np.abs(true).max(), err_msg=name)
 
 
-def test_16_bit_gradients_are_as_exact_as_those_of_xla(monkeypatch):
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_16_bit_gradients_are_as_exact_as_those_of_xla(monkeypatch, kernel):
     layer, params, x = setup(SIZES["two value heads"])
-    exact, _ = outputs_and_gradients(monkeypatch, False, layer, params, x, Documents(SEGMENTS))
+    exact, _ = outputs_and_gradients(monkeypatch, "chunks", layer, params, x, Documents(SEGMENTS))
     rounded = jax.tree_util.tree_map_with_path(
         lambda path, p: p.astype(jnp.bfloat16) if path[-1].key in ("kernel", "conv_q", "conv_k", "conv_v") else p,
         params,
     )
     by_xla, by_kernel = (
-        outputs_and_gradients(monkeypatch, kernel, layer, rounded, x.astype(jnp.bfloat16), Documents(SEGMENTS))[0]
-        for kernel in (False, True)
+        outputs_and_gradients(monkeypatch, name, layer, rounded, x.astype(jnp.bfloat16), Documents(SEGMENTS))[0]
+        for name in ("chunks", kernel)
     )
     for (path, true), theirs, ours in zip(
         jax.tree_util.tree_leaves_with_path(exact), jax.tree.leaves(by_xla), jax.tree.leaves(by_kernel), strict=True
     ):
         scale = np.sqrt(np.square(true).mean())
-        xla, kernel = (np.sqrt(np.square(np.float32(g) - true).mean()) / scale for g in (theirs, ours))
-        print(f"{jax.tree_util.keystr(path)}: {xla:.1e} by XLA, {kernel:.1e} by the kernel")
-        assert kernel < max(1.3 * xla, 5e-3), jax.tree_util.keystr(path)
+        xla, own = (np.sqrt(np.square(np.float32(g) - true).mean()) / scale for g in (theirs, ours))
+        print(f"{jax.tree_util.keystr(path)}: {xla:.1e} by XLA, {own:.1e} by the kernel")
+        assert own < max(1.3 * xla, 5e-3), jax.tree_util.keystr(path)
 
 
+@pytest.mark.parametrize("has_slices", [True, False])
 @pytest.mark.parametrize("strength", [1.0, 2.0])
 @pytest.mark.parametrize("alike", [0.0, 0.9, 1.0])
-def test_the_inverse_of_16_bit_products_is_about_as_exact_as_its_rounding(strength, alike):
+def test_the_inverse_of_16_bit_products_is_about_as_exact_as_its_rounding(strength, alike, has_slices):
     keys = RNG.normal(size=(128, 64))
     keys = (1 - alike) * keys + alike * keys[:1]
     keys /= np.linalg.norm(keys, axis=1, keepdims=True)
     a = np.tril(strength * keys @ keys.T, -1)
     exact = np.linalg.inv(np.eye(128) + a)
-    (found,) = inverses_of([jnp.float32(a)], jnp.bfloat16)
+    (found,) = inverses_of([jnp.float32(a)], jnp.bfloat16, has_slices)
     error, rounding = (np.sqrt(np.square(x - exact).mean()) for x in (found, np.float64(jnp.bfloat16(exact))))
     assert error <= 2 * rounding
 
 
 def test_the_kernel_of_a_device_is_chosen():
-    assert [choose_delta(name, "").name for name in ("tpu", "cpu")] == ["mosaic", "chunks"]
+    def name(platform, kind, is_split=False, dtype="bfloat16", **sizes):
+        return devices.choose_delta(platform, kind, is_split, dtype, GatedDeltaConfig(**sizes)).name
+
+    assert [name("tpu", "TPU v5"), name("tpu", "TPU v5", True), name("cpu", "")] == ["mosaic", "chunks", "chunks"]
+    assert [name("gpu", "NVIDIA H100 80GB HBM3", split) for split in (False, True)] == ["triton"] * 2
+    assert {name("gpu", "Tesla T4"), name("gpu", "H100", dtype="float32"), name("gpu", "H100", value_head_dim=512)} == {
+        "chunks"
+    }
