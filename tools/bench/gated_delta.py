@@ -1,14 +1,18 @@
-"""A layer of Gated DeltaNet with the sizes of Qwen3-Next, forward and backward, as compiled for one v5p, without a TPU.
+"""A layer of Gated DeltaNet with the sizes of Qwen3-Next, forward and backward, as compiled for one v5p or H100, without
+the device.
 
-    .venv-compiled/bin/python tools/bench/gated_delta.py [--tokens 32768] [--xla]
+    .venv-compiled/bin/python tools/bench/gated_delta.py [--device v5p | h100] [--tokens 32768] [--xla]
 
-Prints memory traffic, temporary memory, and cycles: those that the compiler estimates outside of kernels, and the
-bundles of instructions of the kernels, of which two cores execute one each at a time. Peak: the products of the
-projections at the device's highest rate. With --xla, the layer without kernels.
+Prints memory traffic and temporary memory. For a v5p also cycles: those that the compiler estimates outside of kernels,
+and the bundles of instructions of the kernels, of which two cores execute one each at a time; peak: the products of the
+projections at the device's highest rate. For an H100 the number of launches, and what the assembler says of each kernel:
+registers of a thread, bytes that do not fit into them, and instructions of matrix units by kind. With --xla, the layer
+without kernels.
 """
 
 import argparse
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -19,30 +23,43 @@ from splash_blocks import ENVIRONMENT, bundles
 CORES, CLOCK, RATE = 2, 1.75e9, 459e12
 
 
-def compile_layer(tokens: int, by_xla: bool) -> None:
+# Instructions of a compiled program that launch nothing.
+NO_LAUNCH = {
+    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "call", "conditional", "iota",
+    "after-all", "partition-id", "opt-barrier",
+}  # fmt: skip
+
+
+def compile_layer(kind: str, tokens: int, by_xla: bool) -> None:
     """Compile the layer and print what the compiled text has."""
     import flax.linen as nn
     import jax
     import jax.numpy as jnp
-    from jax.experimental import topologies
     from jax.sharding import SingleDeviceSharding
 
     from lmtrain.compiled.collectives import Network
+    from lmtrain.compiled.executions import walk
     from lmtrain.compiled.figures import measure
-    from lmtrain.models.gated_delta import layer as module
+    from lmtrain.compiled.hlo import parse_hlo
+    from lmtrain.models.attention.kernel import Choice
+    from lmtrain.models.gated_delta import devices
+    from lmtrain.models.gated_delta.layer import GatedDelta
     from lmtrain.models.interface import Documents
     from lmtrain.models.llama.config import LlamaConfig
+    from lmtrain.plan.request import Target
+    from lmtrain.plan.worker import open_devices
     from lmtrain.sharding import local
 
-    device = topologies.get_topology_desc(platform="tpu", topology_name="v5p:2x2x1").devices[0]
+    target = Target(kind="h100", shape=(1,)) if kind == "h100" else Target(kind="v5p", shape=(2, 2, 1))
+    device = open_devices(target, True)[0]
     local._device = lambda: device
     if by_xla:
-        module.has_kernel = lambda: False  # type: ignore[assignment]
+        devices.choose_delta = lambda *needs: Choice("chunks", "")
     config = LlamaConfig(
         hidden_dim=2048, num_heads=16, num_layers=2, seq_len=tokens, layer_pattern=["linear", "full"],
         linear_attention={},
     )  # fmt: skip
-    layer, on = module.GatedDelta(config.of_kind(config.pattern[0])), SingleDeviceSharding(device)
+    layer, on = GatedDelta(config.of_kind(config.pattern[0])), SingleDeviceSharding(device)
     short = jax.ShapeDtypeStruct((1, 128, 2048), jnp.bfloat16)
     abstract = jax.eval_shape(lambda x: layer.init(jax.random.key(0), x, 0, True, Documents()), short)["params"]
 
@@ -60,25 +77,58 @@ def compile_layer(tokens: int, by_xla: bool) -> None:
         return y, back(d_y)
 
     compiled = jax.jit(run).lower(params, x, segments, x).compile()
-    found = measure(compiled.as_text(), Network(mesh={}, slice_ids=[0]))
+    text = compiled.as_text()
+    found = measure(text, Network(mesh={}, slice_ids=[0]))
     temporary = compiled.memory_analysis().temp_size_in_bytes / 2**30
-    peak = found.flops / RATE * CLOCK / 1e6
     print(f"HBM {found.hbm_bytes / 1e9:.1f} GB, temporary {temporary:.2f} GiB")
+    if kind == "h100":
+        launched = (each for each in walk(parse_hlo(text))[0] if each.fusion is None)
+        number = sum(each.times for each in launched if each.instruction.opcode not in NO_LAUNCH)
+        print(f"{number:.0f} launches, {sum(call.times for call in found.kernels):.0f} of kernels and products", flush=True)
+        return
+    peak = found.flops / RATE * CLOCK / 1e6
     print(f"outside of kernels {found.cycles / 1e6:.1f} M cycles, products at peak {peak:.1f} M", flush=True)
+
+
+def assembled(folder: Path) -> None:
+    """Assemble the kernels of a compiled program again, and print what the assembler says."""
+    (assembler,) = Path(sys.prefix).glob("lib/python*/site-packages/nvidia/cuda_nvcc/bin/ptxas")
+    for path in folder.glob("*.ptx"):
+        if "gated_delta" not in (text := path.read_text()):
+            continue
+        command = [str(assembler), "-v", "-arch=sm_90a", str(path), "-o", "/dev/null"]
+        report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        for part in text.split(".visible .entry ")[1:]:
+            name = part.partition("(")[0]
+            if "gated_delta" not in name:
+                continue
+            own = report.partition(f"Compiling entry function '{name}'")[2].partition("Compiling entry")[0]
+            registers, spilled = (re.search(rf"(\d+) {what}", own) for what in ("registers", "bytes spill stores"))
+            assert registers and spilled, report
+            kinds = {kind: part.count(f"{kind}.") for kind in ("wgmma.mma_async", "mma.sync")}
+            warned = ", serialized" if re.search(f"serialized.*'{name}'", report) else ""
+            print(f"{name}: {registers[1]} registers, {spilled[1]} bytes spilled, {kinds}{warned}")
 
 
 def main() -> None:
     """The compiler of a process of its own writes the schedules of kernels to a temporary folder."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="v5p", choices=("v5p", "h100"), help="kind of device")
     parser.add_argument("--tokens", type=int, default=32_768, help="length of the sequence")
     parser.add_argument("--xla", action="store_true", help="without kernels")
     parser.add_argument("--compile", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.compile:
-        compile_layer(args.tokens, args.xla)
+        compile_layer(args.device, args.tokens, args.xla)
         return
     command = [sys.executable, __file__, "--compile", *sys.argv[1:]]
     environment = {**os.environ, **ENVIRONMENT}
+    if args.device == "h100":
+        with tempfile.TemporaryDirectory() as folder:
+            environment["XLA_FLAGS"] = f"--xla_dump_to={folder}"
+            subprocess.run(command, env=environment, check=True)
+            assembled(Path(folder))
+        return
     subprocess.run(command, env=environment, check=True)
     if args.xla:
         return

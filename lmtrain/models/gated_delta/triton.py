@@ -18,6 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from lmtrain.models.gated_delta import triton_kernels as kernels
+from lmtrain.models.gated_delta.config import BACKWARD
 from lmtrain.models.gated_delta.triton_inputs import Unit, convolved, tile_of
 from lmtrain.models.gated_delta.triton_kernels import Gates, Read, Written
 from lmtrain.sharding.local import platform
@@ -30,6 +31,10 @@ _COLUMNS, _PART = 32, 64
 
 
 
+
+
+# Warps and stages of loads of programs that compute all chunks. Others have no loads to overlap with products.
+_IN_TURN = {"warps": 4, "stages": 2}
 
 
 class _Static(NamedTuple):
@@ -106,7 +111,9 @@ def outputs(
     return out[:, :length].reshape(batch, length, heads * width)
 
 
-def _call(kernel: Any, name: str, grid: Any, ins: Any, outs: Any, shapes: Any, warps: int = 4) -> Any:
+def _call(
+    kernel: Any, name: str, grid: Any, ins: Any, outs: Any, shapes: Any, warps: int = 8, stages: int = 1
+) -> Any:
     return pl.pallas_call(
         kernel,
         name=name,
@@ -114,7 +121,7 @@ def _call(kernel: Any, name: str, grid: Any, ins: Any, outs: Any, shapes: Any, w
         in_specs=ins,
         out_specs=outs,
         out_shape=shapes,
-        compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=2),
+        compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=stages),
         interpret=platform() != "gpu",
     )
 
@@ -127,7 +134,7 @@ class _Blocks:
         self.heads, self.values = rule.v.shape[2:]
         self.chunks, self.repeats = self.length // _CHUNK, self.heads // self.keys
         self.dtype = rule.v.dtype
-        self.columns = min(_COLUMNS, self.values & -self.values)
+        self.columns, self.part = (min(size, self.values & -self.values) for size in (_COLUMNS, _PART))
         self.grid = self.values // self.columns, self.heads, self.batch
         repeats, width, values, columns, length = self.repeats, self.width, self.values, self.columns, self.length
         self.all_keys = pl.BlockSpec((None, length, None, width), lambda e, h, b: (b, 0, h // repeats, 0))
@@ -172,6 +179,7 @@ def _states(rule: _Rule) -> tuple[_Saved, jax.Array]:
         [on.keys_of_chunk, on.gates_of_chunk],
         pl.BlockSpec((None, None, _CHUNK, _CHUNK), lambda n, h, b: (b, h, n, 0)),
         jax.ShapeDtypeStruct((on.batch, on.heads, on.length, _CHUNK), on.dtype),
+        warps=4,
     )(rule.k, rule.gates)
     new, states, final = _call(
         functools.partial(kernels.states_kernel, chunk=_CHUNK),
@@ -180,6 +188,7 @@ def _states(rule: _Rule) -> tuple[_Saved, jax.Array]:
         [on.all_keys, on.all_values, on.all_gates, on.all_inverses, on.state],
         [on.all_values, on.all_states, on.state],
         [on.like_values(), on.like_states(), jax.ShapeDtypeStruct(rule.state.shape, jnp.float32)],
+        **_IN_TURN,
     )(rule.k, rule.v, rule.gates, inverses, rule.state)
     return _Saved(inverses, new, states), final
 
@@ -226,7 +235,6 @@ def _save_outputs(static: _Static, rule: _Rule, q: Any, z: Any, scale: Any) -> t
         ins,
         like_z,
         jax.ShapeDtypeStruct(z.shape, z.dtype),
-        warps=8,
     )(q, rule.k, saved.new, saved.states, rule.gates, z, scale)
     return out, (rule, saved, q, z, scale)
 
@@ -235,8 +243,8 @@ def _outputs_back(static: _Static, residuals: Any, d_out: jax.Array) -> tuple[_R
     rule, saved, q, z, scale = residuals
     on = _Blocks(rule)
     ins, like_z = _out_specs(on, static)
-    d_core, d_new, d_z, d_scale, d_decay = _call(
-        functools.partial(kernels.d_outputs_kernel, **static._asdict()),
+    d_core, d_new, d_z, d_scale = _call(
+        functools.partial(kernels.d_outputs_kernel, **static._asdict(), part=on.part),
         "gated_delta_d_outputs",
         (on.chunks, on.heads, on.batch),
         [*ins, like_z],
@@ -245,19 +253,16 @@ def _outputs_back(static: _Static, residuals: Any, d_out: jax.Array) -> tuple[_R
             on.values_of_chunk,
             like_z,
             pl.BlockSpec((None, None, None, on.values), lambda n, h, b: (b, h, n, 0)),
-            on.row_of_chunk,
         ],
         [
             on.like_values(),
             on.like_values(),
             jax.ShapeDtypeStruct(z.shape, z.dtype),
             jax.ShapeDtypeStruct((on.batch, on.heads, on.chunks, on.values), jnp.float32),
-            on.like_rows(),
         ],
-        warps=8,
     )(q, rule.k, saved.new, saved.states, rule.gates, z, scale, d_out)
     no_state = jnp.zeros(rule.state.shape, jnp.float32)
-    d_rule, d_q = _gradients(rule, saved, no_state, (Read(q, d_core, d_new), d_decay))
+    d_rule, d_q = _gradients(rule, saved, no_state, Read(q, d_core, d_new))
     return d_rule, d_q, d_z, d_scale[..., : static.width].sum((0, 1, 2))
 
 
@@ -265,7 +270,7 @@ _outputs.defvjp(_save_outputs, _outputs_back)
 
 
 def _gradients(
-    rule: _Rule, saved: _Saved, d_final: jax.Array, read: tuple[Read, jax.Array] | None
+    rule: _Rule, saved: _Saved, d_final: jax.Array, read: Read | None
 ) -> tuple[_Rule, Any]:
     """Of the rule's inputs, and of queries, from those of the last state and of what is read from all states."""
     on = _Blocks(rule)
@@ -277,7 +282,8 @@ def _gradients(
         [Read(keys, values, values) if read else None, keys, on.all_gates, on.all_inverses, on.state],
         [values, on.all_states, on.state],
         [on.like_values(), on.like_states(), state],
-    )(read[0] if read else None, rule.k, rule.gates, saved.inverses, d_final)
+        **_IN_TURN,
+    )(read, rule.k, rule.gates, saved.inverses, d_final)
 
     # programs of key heads
     repeats = on.repeats
@@ -285,24 +291,24 @@ def _gradients(
     of_values = pl.BlockSpec((None, _CHUNK, repeats, on.values), lambda n, h, b: (b, n, h, 0))
     rows = pl.BlockSpec((None, repeats, _CHUNK), lambda n, h, b: (b, h, n))
     states = pl.BlockSpec((None, repeats, None, on.width, on.values), lambda n, h, b: (b, h, n, 0, 0))
-    like_keys = jax.ShapeDtypeStruct(rule.k.shape, on.dtype)
-    d_q, d_k, d_v, d_decay, d_beta = _call(
-        functools.partial(kernels.d_inputs_kernel, part=min(_PART, on.values & -on.values)),
-        "gated_delta_backward",
-        (on.chunks, on.keys, on.batch),
-        [
-            (of_key, of_values, rows) if read else None,
-            of_key,
-            Gates(rows, rows, on.gates_of_chunk.documents),
-            Written(of_values, of_values, of_values, states, states),
-        ],
-        [of_key if read else None, of_key, of_values, rows, rows],
-        [like_keys if read else None, like_keys, on.like_values(), on.like_rows(), on.like_rows()],
-        warps=8,
-    )(
-        (read[0].q, read[0].d_core, read[1]) if read else None,
-        rule.k,
-        rule.gates,
-        Written(rule.v, saved.new, d_wanted, saved.states, d_states),
-    )
+    documents, part = on.gates_of_chunk.documents, on.part
+    gates, grid = Gates(rows, rows, documents), (on.chunks, on.keys, on.batch)
+    like_keys, given, d_q = jax.ShapeDtypeStruct(rule.k.shape, on.dtype), None, None
+    if read:
+        d_q, *given = _call(
+            functools.partial(kernels.d_read_kernel, part=part),
+            "gated_delta_d_read",
+            grid,
+            [of_key, of_key, gates, of_values, states, of_values],
+            [of_key, of_key, rows],
+            [like_keys, like_keys, on.like_rows()],
+            )(read.q, rule.k, rule.gates, saved.new, saved.states, read.d_core)
+    d_k, d_v, d_decay, d_beta = _call(
+        functools.partial(kernels.d_written_kernel, part=part),
+        BACKWARD,
+        grid,
+        [of_key, gates, Written(of_values, of_values, of_values, states, states), [of_key, rows] if given else None],
+        [of_key, of_values, rows, rows],
+        [like_keys, on.like_values(), on.like_rows(), on.like_rows()],
+    )(rule.k, rule.gates, Written(rule.v, saved.new, d_wanted, saved.states, d_states), given)
     return _Rule(d_k, d_v, Gates(d_decay, d_beta, None), d_first), d_q

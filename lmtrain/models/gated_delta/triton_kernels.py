@@ -45,11 +45,11 @@ class _Decays(NamedTuple):
         return jnp.exp(jnp.where(meet, self.decay[:, None] - self.decay[None, :], _NOTHING))
 
 
-def _decays(gates: Gates, first: Any, chunk: int) -> _Decays:
-    """Of the chunk at the position `first` of the references."""
-    at = pl.ds(first, chunk)
-    decay, beta, documents = (ref[at] for ref in gates)
-    last, of_last = gates.decay[first + chunk - 1], gates.documents[first + chunk - 1]
+def _decays(gates: Gates, first: Any, chunk: int, head: tuple[Any, ...] = ()) -> _Decays:
+    """Of the chunk at the position `first` of the references, of which the gates may be those of several heads."""
+    at, end = pl.ds(first, chunk), first + chunk - 1
+    decay, beta, documents = gates.decay[*head, at], gates.beta[*head, at], gates.documents[at]
+    last, of_last = gates.decay[*head, end], gates.documents[end]
     return _Decays(
         decay,
         beta,
@@ -92,74 +92,85 @@ def states_kernel(
     final[...] = jax.lax.fori_loop(0, k.shape[0] // chunk, step, state[...])
 
 
-class Norm(NamedTuple):
-    """References to gates of the outputs and to the scale of their norm; its epsilon, and the width of a head."""
+class _Outputs:
+    """The outputs of a chunk, before and after their norm and its gate, by parts of their columns."""
 
-    z: Any
-    scale: Any
-    epsilon: float
-    width: int
+    def __init__(self, q: Any, k: Any, new: Any, states: Any, gates: Gates, z: Any, scale: Any, width: int) -> None:
+        queries = q[...]
+        self.queries, self.new, self.states, self.z, self.scale, self.width = queries, new, states, z, scale, width
+        self.decays = _decays(gates, 0, len(queries))
+        self.scores = (dot(queries, k[...], (1, 1)) * self.decays.between).astype(queries.dtype)
 
+    def core(self, first: Any, size: int) -> Any:
+        """Float32 [L, size], before the norm."""
+        columns = pl.ds(first, size)
+        of_state = self.decays.from_state[:, None] * dot(self.queries, self.states[:, columns])
+        return of_state + dot(self.scores, self.new[:, columns])
 
-class _Out(NamedTuple):
-    """Of a chunk: outputs, the part of them that is read from the state, products of queries with keys, decays."""
+    def load(self, ref: Any, first: Any, size: int) -> Any:
+        """Columns of an array with those of heads without padding."""
+        here = jnp.broadcast_to((first + jnp.arange(size))[None, :] < self.width, (len(self.queries), size))
+        return plgpu.load(ref.at[:, pl.ds(first, size)], mask=here, other=0.0).astype(jnp.float32)
 
-    core: Any
-    of_state: Any
-    scores: Any
-    decays: _Decays
+    def store(self, ref: Any, first: Any, x: Any) -> None:
+        """Write such columns."""
+        here = jnp.broadcast_to((first + jnp.arange(x.shape[1]))[None, :] < self.width, x.shape)
+        plgpu.store(ref.at[:, pl.ds(first, x.shape[1])], x.astype(ref.dtype), mask=here)
 
+    def weight(self, first: Any, size: int) -> Any:
+        """The scale of the norm, [1, size]."""
+        here = first + jnp.arange(size) < self.width
+        return plgpu.load(self.scale.at[pl.ds(first, size)], mask=here, other=0.0)[None, :]
 
-def _out(q: Any, k: Any, new: Any, states: Any, gates: Gates) -> _Out:
-    queries, written = q[...], new[...]
-    own = _decays(gates, 0, len(queries))
-    of_state = own.from_state[:, None] * dot(queries, states[...])
-    scores = (dot(queries, k[...], (1, 1)) * own.between).astype(queries.dtype)
-    return _Out(of_state + dot(scores, written), of_state, scores, own)
-
-
-def _gated(core: Any, norm: Norm) -> tuple[Any, ...]:
-    """The normalized outputs, the factor [L] of the norm, the scale, and the gates with which share they keep."""
-    columns = jnp.arange(core.shape[1]) < norm.width
-    z = plgpu.load(norm.z, mask=jnp.broadcast_to(columns[None, :], core.shape), other=0.0).astype(jnp.float32)
-    scale = plgpu.load(norm.scale, mask=columns, other=0.0)[None, :]
-    factor = jax.lax.rsqrt(jnp.sum(core * core, axis=1) / norm.width + norm.epsilon)
-    return core * factor[:, None], factor, scale, z, 1 / (1 + jnp.exp(-z))
-
-
-def _store(ref: Any, x: Any, width: int) -> None:
-    columns = jnp.arange(x.shape[1])[None, :] < width
-    plgpu.store(ref, x.astype(ref.dtype), mask=jnp.broadcast_to(columns, x.shape))
+    def gate(self, first: Any, size: int) -> tuple[Any, Any]:
+        """z, and the share of it that the activation keeps."""
+        z = self.load(self.z, first, size)
+        return z, 1 / (1 + jnp.exp(-z))
 
 
 def outputs_kernel(
     q: Any, k: Any, new: Any, states: Any, gates: Gates, z: Any, scale: Any, out: Any, *, epsilon: float, width: int
 ) -> None:
     """The outputs of a chunk, with their norm and its gate."""
-    normal, _, factor, z, share = _gated(_out(q, k, new, states, gates).core, Norm(z, scale, epsilon, width))
-    _store(out, normal * factor * z * share, width)
+    own, columns = _Outputs(q, k, new, states, gates, z, scale, width), new.shape[1]
+    core, (gate, share) = own.core(0, columns), own.gate(0, columns)
+    factor = jax.lax.rsqrt(jnp.sum(core * core, axis=1) / width + epsilon)
+    own.store(out, 0, core * factor[:, None] * own.weight(0, columns) * gate * share)
 
 
 def d_outputs_kernel(
     q: Any, k: Any, new: Any, states: Any, gates: Gates, z: Any, scale: Any, d_out: Any, d_core: Any, d_new: Any,
-    d_z: Any, d_scale: Any, d_decay: Any, *, epsilon: float, width: int,
+    d_z: Any, d_scale: Any, *, epsilon: float, width: int, part: int,
 ) -> None:  # fmt: skip
     """The gradients of a chunk's outputs before the norm, of the gates z, of the scale; what the outputs give to the
-    gradients of `new`, and of the decay from the state."""
-    found = _out(q, k, new, states, gates)
-    normal, factor, weight, gate, share = _gated(found.core, Norm(z, scale, epsilon, width))
-    columns = jnp.broadcast_to(jnp.arange(normal.shape[1])[None, :] < width, normal.shape)
-    d = plgpu.load(d_out, mask=columns, other=0.0).astype(jnp.float32)
-    opened = gate * share
-    _store(d_z, d * normal * weight * share * (1 + gate * (1 - share)), width)
-    d_scale[...] = jnp.sum(d * normal * opened, axis=0)
-    d_normal = d * weight * opened
-    along = jnp.sum(d_normal * normal, axis=1) / width
-    gradient = factor[:, None] * (d_normal - normal * along[:, None])
-    rounded = gradient.astype(d_core.dtype)
-    d_core[...] = rounded
-    d_new[...] = dot(found.scores, rounded, (0, 0)).astype(d_new.dtype)
-    d_decay[...] = jnp.sum(gradient * found.of_state, axis=1)
+    gradients of `new`. The outputs are computed twice, by parts, which fit into registers."""
+    own, parts = _Outputs(q, k, new, states, gates, z, scale, width), new.shape[1] // part
+
+    def statistics(number: Any, sums: Any) -> Any:
+        first, (squares, along) = number * part, sums
+        core, (gate, share) = own.core(first, part), own.gate(first, part)
+        upstream = own.load(d_out, first, part) * own.weight(first, part) * gate * share
+        return squares + jnp.sum(core * core, axis=1), along + jnp.sum(upstream * core, axis=1)
+
+    none = jnp.zeros((q.shape[0],), jnp.float32)
+    squares, along = jax.lax.fori_loop(0, parts, statistics, (none, none))
+    factor = jax.lax.rsqrt(squares / width + epsilon)
+    along = factor * factor * along / width
+
+    def gradients(number: Any, carry: Any) -> Any:
+        first = number * part
+        core, (gate, share) = own.core(first, part), own.gate(first, part)
+        d, weight = own.load(d_out, first, part), own.weight(first, part)
+        normal = core * factor[:, None]
+        own.store(d_z, first, d * normal * weight * share * (1 + gate * (1 - share)))
+        d *= gate * share
+        d_scale[pl.ds(first, part)] = jnp.sum(d * normal, axis=0)
+        gradient = (factor[:, None] * (d * weight - core * along[:, None])).astype(d_core.dtype)
+        d_core[:, pl.ds(first, part)] = gradient
+        d_new[:, pl.ds(first, part)] = dot(own.scores, gradient, (0, 0)).astype(d_new.dtype)
+        return carry
+
+    jax.lax.fori_loop(0, parts, gradients, 0)
 
 
 class Read(NamedTuple):
@@ -210,44 +221,52 @@ class Written(NamedTuple):
     d_states: Any
 
 
-def d_inputs_kernel(
-    read: tuple[Any, Any, Any] | None, k: Any, gates: Gates, written: Written, d_q: Any, d_k: Any, d_v: Any,
-    d_decay: Any, d_beta: Any, *, part: int,
+def d_read_kernel(
+    q: Any, k: Any, gates: Gates, new: Any, states: Any, d_core: Any, d_q: Any, d_k: Any, d_decay: Any, *, part: int
+) -> None:
+    """The gradients of a chunk's queries, and what outputs give to those of keys and decays, of a key head with its
+    value heads."""
+    queries, keys = q[...], k[...]
+    chunk, width, dtype = *keys.shape, keys.dtype
+    products = dot(queries, keys, (1, 1))
+
+    def of_head(r: Any, sums: Any) -> Any:
+        def of_part(number: Any, sums: Any) -> Any:
+            columns = pl.ds(number * part, part)
+            d, (scores, rows) = d_core[:, r, columns], sums
+            return scores + dot(d, new[:, r, columns], (1, 1)), rows + dot(d, states[r, :, columns], (1, 1))
+
+        none = jnp.zeros((chunk, chunk), jnp.float32), jnp.zeros((chunk, width), jnp.float32)
+        d_scores, rows = jax.lax.fori_loop(0, new.shape[2] // part, of_part, none)
+        own = _decays(gates, 0, chunk, (r,))
+        d_scores *= own.between
+        rows *= own.from_state[:, None]
+        mixed = d_scores * products
+        d_row = jnp.sum(mixed, axis=1) - jnp.sum(mixed, axis=0)
+        d_decay[r, :] = d_row + jnp.sum(rows * queries.astype(jnp.float32), axis=1)
+        d_products = d_scores.astype(dtype)
+        return sums[0] + rows + dot(d_products, keys), sums[1] + dot(d_products, queries, (0, 0))
+
+    zeros = jnp.zeros((chunk, width), jnp.float32)
+    to_queries, to_keys = jax.lax.fori_loop(0, new.shape[1], of_head, (zeros, zeros))
+    d_q[...] = to_queries.astype(dtype)
+    d_k[...] = to_keys.astype(dtype)
+
+
+def d_written_kernel(
+    k: Any, gates: Gates, written: Written, read: tuple[Any, Any] | None, d_k: Any, d_v: Any, d_decay: Any, d_beta: Any,
+    *, part: int,
 ) -> None:  # fmt: skip
-    """The gradients of a chunk's queries, keys, values, decays and strengths. `read`: queries, the gradients of outputs
-    and what these give to that of the decay, if the outputs are used."""
+    """The gradients of a chunk's keys, values, decays and strengths. `read`: what outputs give to those of keys and
+    decays, if they are used."""
     keys = k[...]
     chunk, width, dtype = *keys.shape, keys.dtype
     below, at = _below_diagonal(chunk), jnp.arange(chunk)
-    kk = dot(keys, keys, (1, 1))
-    queries = None if read is None else read[0][...]
-    parts = written.v.shape[2] // part
+    kk, parts = dot(keys, keys, (1, 1)), written.v.shape[2] // part
+    no_products, no_rows = jnp.zeros((chunk, chunk), jnp.float32), jnp.zeros((chunk, width), jnp.float32)
 
-    def of_head(r: Any, sums: Any) -> Any:
-        to_queries, to_keys = sums
-        own = _decays(Gates(gates.decay.at[r], gates.beta.at[r], gates.documents), 0, chunk)
-        between = own.between
-        no_products, no_rows = jnp.zeros((chunk, chunk), jnp.float32), jnp.zeros((chunk, width), jnp.float32)
-        mixed, d_row = no_products, jnp.zeros((chunk,), jnp.float32)
-        if read is not None:
-            d_core, qk = read[1], dot(queries, keys, (1, 1))
-
-            def of_outputs(number: Any, sums: Any) -> Any:
-                scores, rows = sums
-                columns = pl.ds(number * part, part)
-                d = d_core[:, r, columns]
-                return (
-                    scores + dot(d, written.new[:, r, columns], (1, 1)),
-                    rows + dot(d, written.states[r, :, columns], (1, 1)),
-                )
-
-            d_scores, rows = jax.lax.fori_loop(0, parts, of_outputs, (no_products, no_rows))
-            mixed = d_scores * between
-            d_products = mixed.astype(dtype)
-            mixed *= qk
-            to_queries += own.from_state[:, None] * rows + dot(d_products, keys)
-            to_keys += dot(d_products, queries, (0, 0))
-            d_row += read[2][r, :]
+    def of_head(r: Any, to_keys: Any) -> Any:
+        own = _decays(gates, 0, chunk, (r,))
 
         def of_wanted(number: Any, sums: Any) -> Any:
             products, rows, along = sums
@@ -263,15 +282,16 @@ def d_inputs_kernel(
 
         zeros = jnp.zeros((chunk,), jnp.float32)
         products, rows, along = jax.lax.fori_loop(0, parts, of_wanted, (no_products, no_rows, zeros))
-        d_a = jnp.where(below, -products, 0.0) * between
-        of_keys = own.from_state * jnp.sum(rows * keys.astype(jnp.float32), axis=1)
+        rows *= own.from_state[:, None]
+        of_keys = jnp.sum(rows * keys.astype(jnp.float32), axis=1)
+        to_keys -= own.beta[:, None] * rows
+        d_a = jnp.where(below, -products, 0.0) * own.between
         d_beta[r, :] = along - of_keys + jnp.sum(d_a * kk, axis=1)
         d_a *= own.beta[:, None]
-        d_products = d_a.astype(dtype)
-        to_keys += dot(d_products, keys) + dot(d_products, keys, (0, 0))
-        to_keys -= (own.from_state * own.beta)[:, None] * rows
-        mixed += d_a * kk
-        d_row -= own.beta * of_keys
+        mixed, d_products = d_a * kk, d_a.astype(dtype)
+        d_row = jnp.sum(mixed, axis=1) - jnp.sum(mixed, axis=0) - own.beta * of_keys
+        to_keys += dot(d_products, keys)
+        to_keys += dot(d_products, keys, (0, 0))
 
         def of_states(number: Any, sums: Any) -> Any:
             rows, whole = sums
@@ -283,15 +303,11 @@ def d_inputs_kernel(
 
         rows, whole = jax.lax.fori_loop(0, parts, of_states, (no_rows, jnp.float32(0)))
         rows *= own.to_state[:, None]
-        to_keys += rows
         to_last = jnp.sum(rows * keys.astype(jnp.float32), axis=1)
         whole = own.kept * whole + jnp.sum(to_last)
-        d_row += jnp.sum(mixed, axis=1) - jnp.sum(mixed, axis=0) - to_last
-        d_decay[r, :] = d_row + jnp.where(at == chunk - 1, whole, 0.0)
-        return to_queries, to_keys
+        d_row += jnp.where(at == chunk - 1, whole, 0.0) - to_last
+        d_decay[r, :] = d_row if read is None else d_row + read[1][r, :]
+        return to_keys + rows
 
-    zeros = jnp.zeros((chunk, width), jnp.float32)
-    to_queries, to_keys = jax.lax.fori_loop(0, d_v.shape[1], of_head, (zeros, zeros))
-    d_k[...] = to_keys.astype(dtype)
-    if read is not None:
-        d_q[...] = to_queries.astype(dtype)
+    begin = no_rows if read is None else read[0][...].astype(jnp.float32)
+    d_k[...] = jax.lax.fori_loop(0, d_v.shape[1], of_head, begin).astype(dtype)
