@@ -11,8 +11,7 @@ from lmtrain.compiled.executions import Trips
 from lmtrain.compiled.figures import Figures
 from lmtrain.lora.model import ADAPTERS, BASE
 from lmtrain.models.base_config import Mixture
-from lmtrain.models.gated_delta.config import BACKWARD, GatedDeltaMixer
-from lmtrain.models.gated_delta.config import SCOPE as DELTA_SCOPE
+from lmtrain.models.gated_delta.config import BACKWARD, FORWARD, GatedDeltaMixer
 from lmtrain.models.interface import LanguageModel
 from lmtrain.models.moe.experts import ROUNDS, rows_of_round
 from lmtrain.models.moe.grouped import SCOPE, kernel_of
@@ -85,8 +84,9 @@ def expert_flops(program: Program, measured: Figures, step: str, recomputed: str
 
 
 def delta_flops(program: Program, measured: Figures, step: str, recomputed: str) -> tuple[float, float]:
-    """FLOPs of the kernels of linear layers, and the recomputed part of them: by formula, a backward pass twice."""
-    calls = [call for call in measured.kernels if DELTA_SCOPE in call.op_name]
+    """FLOPs of the kernels of linear layers, and the recomputed part of them: by formula, a backward pass twice; those
+    of exchanged states do not count."""
+    calls = [call for call in measured.kernels if FORWARD in call.op_name or BACKWARD in call.op_name]
     mixers = [mixer for mixer in program.config.model.mixers if isinstance(mixer, GatedDeltaMixer)]
     if not calls or not mixers:
         return 0.0, 0.0

@@ -15,6 +15,9 @@ from pathlib import Path
 import pytest
 from compiled.plans import FOUR, GPU, HOSTS, ONE, POD, SMALL_POD, family, modules, plan
 
+from lmtrain.compiled.executions import walk
+from lmtrain.compiled.products import call_target
+
 FAMILIES = ["llama2", "llama3", "mpt", "backpack"]
 RECOMPUTED = ("--model.gradient_checkpointing", "true", "--trainer.per_device_parallelism", "-1")
 TENSOR = ("--tensor_parallel_axes", "[mlp, heads, vocab]")
@@ -107,10 +110,15 @@ def test_chunks_of_the_loss_are_large_for_every_sequence_length(length):
     assert 1 <= chunks <= 64 * int(length) / 1024
 
 
+HYBRID = (
+    "llama3_8b", "--model.layer_pattern", "[linear, full]", "--model.linear_attention", "{}", "--model.num_layers", "2",
+    "--trainer.per_device_parallelism", "-1", "--model.seq_len", "4096",
+)  # fmt: skip
+
+
 def test_linear_layers_on_tpus_move_what_their_kernels_read_and_write():
-    hybrid = ("--model.layer_pattern", "[linear, full]", "--model.linear_attention", "{}", "--model.num_layers", "2")
-    batch = ("--trainer.train_batch_size", "8", "--trainer.per_device_parallelism", "-1", "--model.seq_len", "4096")
-    found = plan("llama3_8b", *hybrid, *batch, "--device", "v5p", "--topology", "2x2x1", "--step", "train")
+    on = ("--device", "v5p", "--topology", "2x2x1", "--step", "train")
+    found = plan(*HYBRID, "--trainer.train_batch_size", "8", *on)
     rows = [row for row in found["hbm_sources"] if row["where"].startswith("models/gated_delta/")]
     moved, least = (sum(row[name] for row in rows) for name in ("bytes", "least"))
     assert moved <= 1.15 * least  # the rest are rows of gates, 1.11 with one linear layer
@@ -118,6 +126,25 @@ def test_linear_layers_on_tpus_move_what_their_kernels_read_and_write():
     inputs_and_outputs = 2 * 4096 * 2 * (2 * 16 + 3 * 32) * 128 * 2
     assert moved <= 3 * inputs_and_outputs
     assert not [loop for loop in found["loops"] if loop["where"].startswith("models/gated_delta/")]
+
+
+def test_a_linear_layer_on_gpus_is_a_few_kernels():
+    """Without matrix products of its projections: 13 kernels, and operations on rows of gates."""
+    flags = (*HYBRID, "--trainer.train_batch_size", "2", "--model.gradient_checkpointing", "false", *ONE)
+    found = plan(*flags)
+    executions, _ = walk(modules(*flags))
+    launched = [
+        each for each in executions
+        if each.fusion is None and each.where.startswith("models/gated_delta/")
+        and (each.instruction.opcode == "fusion" or call_target(each.instruction))
+    ]  # fmt: skip
+    kernels = [each for each in launched if each.instruction.opcode == "custom-call"]
+    assert len(kernels) == 13
+    assert sum(each.times for each in launched) <= 40
+    assert not [loop for loop in found["loops"] if loop["where"].startswith("models/gated_delta/")]
+    moved = sum(row["bytes"] for row in found["hbm_sources"] if row["where"].startswith("models/gated_delta/"))
+    inputs_and_outputs = 2 * 4096 * 2 * (2 * 16 + 3 * 32) * 128 * 2
+    assert moved <= 7 * inputs_and_outputs
 
 
 SHORT = [("llama2", 2), ("llama2", 8)]

@@ -29,6 +29,8 @@ def found(tmp_path_factory):
     return run
 
 
+HYBRIDS = ("hybrid", "hybrid over positions", "hybrid with mosaic", "hybrid with triton",
+           "hybrid over positions with triton")  # fmt: skip
 METRICS = {
     "window": "train/loss",
     "auxiliary": "train/routed",
@@ -45,7 +47,7 @@ METRICS = {
         *(("suite", *case) for case in METRICS.items()),
         *(
             pytest.param("more", model, METRICS[model.partition(" ")[0]], marks=pytest.mark.long)
-            for model in ("hybrid", "hybrid over positions", "hybrid with kernels", "mixed")
+            for model in (*HYBRIDS, "mixed")
         ),
         *(
             pytest.param("release", model, METRICS[model], marks=[pytest.mark.long, pytest.mark.release])

@@ -1,13 +1,13 @@
-"""A layer of Gated DeltaNet with the sizes of Qwen3-Next, forward and backward, as compiled for one v5p or H100, without
-the device.
+"""A layer of Gated DeltaNet with the sizes of Qwen3-Next, forward and backward, as compiled for one v5p or H100,
+without the device.
 
     .venv-compiled/bin/python tools/bench/gated_delta.py [--device v5p | h100] [--tokens 32768] [--xla]
 
-Prints memory traffic and temporary memory. For a v5p also cycles: those that the compiler estimates outside of kernels,
-and the bundles of instructions of the kernels, of which two cores execute one each at a time; peak: the products of the
-projections at the device's highest rate. For an H100 the number of launches, and what the assembler says of each kernel:
-registers of a thread, bytes that do not fit into them, and instructions of matrix units by kind. With --xla, the layer
-without kernels.
+Prints memory traffic and temporary memory. For a v5p also cycles: those that the compiler estimates outside of
+kernels, and the bundles of instructions of the kernels, of which two cores execute one each at a time; peak: the
+products of the projections at the device's highest rate. For an H100 the number of launches, and what the assembler
+says of each kernel: registers of a thread, bytes that do not fit into them, and instructions of matrix units by kind.
+With --xla, the layer without kernels.
 """
 
 import argparse
@@ -84,7 +84,10 @@ def compile_layer(kind: str, tokens: int, by_xla: bool) -> None:
     if kind == "h100":
         launched = (each for each in walk(parse_hlo(text))[0] if each.fusion is None)
         number = sum(each.times for each in launched if each.instruction.opcode not in NO_LAUNCH)
-        print(f"{number:.0f} launches, {sum(call.times for call in found.kernels):.0f} of kernels and products", flush=True)
+        print(
+            f"{number:.0f} launches, {sum(call.times for call in found.kernels):.0f} of kernels and products",
+            flush=True,
+        )
         return
     peak = found.flops / RATE * CLOCK / 1e6
     print(f"outside of kernels {found.cycles / 1e6:.1f} M cycles, products at peak {peak:.1f} M", flush=True)
@@ -104,7 +107,8 @@ def assembled(folder: Path) -> None:
                 continue
             own = report.partition(f"Compiling entry function '{name}'")[2].partition("Compiling entry")[0]
             registers, spilled = (re.search(rf"(\d+) {what}", own) for what in ("registers", "bytes spill stores"))
-            assert registers and spilled, report
+            assert registers is not None, report
+            assert spilled is not None, report
             kinds = {kind: part.count(f"{kind}.") for kind in ("wgmma.mma_async", "mma.sync")}
             warned = ", serialized" if re.search(f"serialized.*'{name}'", report) else ""
             print(f"{name}: {registers[1]} registers, {spilled[1]} bytes spilled, {kinds}{warned}")

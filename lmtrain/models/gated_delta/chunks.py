@@ -1,5 +1,5 @@
-"""What a layer of Gated DeltaNet computes between its projections, by operations of XLA: on devices without a kernel, and
-for generation. Arrays of raw inputs have the columns of all heads.
+"""What a layer of Gated DeltaNet computes between its projections, by operations of XLA: on devices without a kernel,
+and for generation. Arrays of raw inputs have the columns of all heads.
 
     B batch  T positions  H heads  C width of keys  E width of values  W taps  D columns
 """
@@ -66,7 +66,8 @@ def outputs(
     scale_E: jax.Array, epsilon: float,
 ) -> jax.Array:  # fmt: skip
     """The outputs of the rule with their norm and its gate, [B, T, H E]. `mixed` is from `inputs`, `z` [B, T, H E]."""
-    core, _ = gated_delta_rule(*mixed, g_BTH, beta_BTH, starts_BT, state)
+    q, k, v = mixed
+    core, _ = gated_delta_rule(q, k, v, g_BTH, beta_BTH, starts_BT, state)
     return gated(core, z, scale_E, epsilon)
 
 

@@ -17,10 +17,10 @@ EXACT = ("a_log", "dt_bias")
 
 # Part of the name of all operations between the projections in a compiled program.
 SCOPE = "gated_delta_rule"
-# Part of the name of the kernel of the backward pass.
-BACKWARD = "gated_delta_backward"
+# Names of the kernels by which plans count the passes: one of each in a pass.
+FORWARD, BACKWARD = "gated_delta_forward", "gated_delta_backward"
 
-# Positions of a chunk of the rule: fewer waste a matrix unit of 128 x 128, more need more products.
+# Positions of a chunk of the rule: fewer waste a matrix unit of 128 x 128 of a TPU, more need more products.
 CHUNK = 128
 
 

@@ -18,8 +18,8 @@ from lmtrain.models.attention.kernel import Choice, before_ampere
 from lmtrain.models.gated_delta.config import CHUNK, SCOPE, GatedDeltaConfig
 from lmtrain.sharding.local import device_kind, dividing, num_parts, per_device, platform, split_over
 
-# The widest heads of the kernels for GPUs.
-_WIDEST = 256
+# The widest heads of keys and of values of the kernels for GPUs: those with less memory on chip have none for more.
+_WIDEST = 128, 256
 
 
 def choose_delta(platform: str, device_kind: str, is_split: bool, dtype: Any, config: GatedDeltaConfig) -> Choice:
@@ -31,8 +31,9 @@ def choose_delta(platform: str, device_kind: str, is_split: bool, dtype: Any, co
         return Choice("mosaic", "fastest on this device")
     if platform != "gpu":
         return Choice("chunks", "fastest on this device")
-    if max(config.key_head_dim, config.value_head_dim) > _WIDEST:
-        return Choice("chunks", f"the kernels have no heads wider than {_WIDEST}")
+    if config.key_head_dim > _WIDEST[0] or config.value_head_dim > _WIDEST[1]:
+        keys, values = _WIDEST
+        return Choice("chunks", f"the kernels have no heads of keys wider than {keys}, of values wider than {values}")
     if jnp.dtype(dtype).itemsize != 2:
         return Choice("chunks", "the kernels have no 32-bit computation (trainer.mp)")
     if reason := before_ampere(device_kind):

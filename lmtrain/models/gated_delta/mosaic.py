@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from lmtrain.models.gated_delta.config import BACKWARD
+from lmtrain.models.gated_delta.config import BACKWARD, FORWARD
 from lmtrain.models.gated_delta.inverse import ROWS
 from lmtrain.models.gated_delta.mosaic_kernels import backward_kernel, forward_kernel
 from lmtrain.models.gated_delta.mosaic_parts import Sizes
@@ -169,7 +169,7 @@ def _forward(sizes: Sizes, inputs: tuple[jax.Array, ...], saves: bool) -> Any:
         shapes.append(jax.ShapeDtypeStruct((*lead, sizes.width, sizes.values), v.dtype))
         shapes.append(jax.ShapeDtypeStruct((*lead, sizes.chunk, sizes.chunk), v.dtype))
     scratch = [pltpu.VMEM((ROWS, size), jnp.float32) for size in blocks.columns]
-    call = _call(forward_kernel, "gated_delta_forward", sizes, batch, blocks.inputs, outs, shapes, scratch)
+    call = _call(forward_kernel, FORWARD, sizes, batch, blocks.inputs, outs, shapes, scratch)
     return call(*inputs)
 
 

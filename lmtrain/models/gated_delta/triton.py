@@ -10,6 +10,7 @@ chunks at once. Saved for the gradient are the inverses, the states, and the val
 """
 
 import functools
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -18,8 +19,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from lmtrain.models.gated_delta import triton_kernels as kernels
-from lmtrain.models.gated_delta.config import BACKWARD
-from lmtrain.models.gated_delta.triton_inputs import Unit, convolved, tile_of
+from lmtrain.models.gated_delta.config import BACKWARD, FORWARD
+from lmtrain.models.gated_delta.triton_inputs import Unit, convolved
 from lmtrain.models.gated_delta.triton_kernels import Gates, Read, Written
 from lmtrain.sharding.local import platform
 
@@ -28,9 +29,6 @@ _CHUNK = 64
 
 # Columns of the values of a program that computes all chunks; and of a step of one that computes a chunk.
 _COLUMNS, _PART = 32, 64
-
-
-
 
 
 # Warps and stages of loads of programs that compute all chunks. Others have no loads to overlap with products.
@@ -69,8 +67,6 @@ class _Rule(NamedTuple):
 
 
 def _rule_of(k: Any, v: Any, g_BTH: Any, beta_BTH: Any, starts_BT: Any, state: Any) -> _Rule:
-    batch, length = starts_BT.shape
-
     def by_chunk(x: jax.Array) -> jax.Array:
         """[B, T, ...] -> [B, ..., N, L]"""
         x = jnp.moveaxis(_whole(x), 1, -1)
@@ -112,8 +108,9 @@ def outputs(
 
 
 def _call(
-    kernel: Any, name: str, grid: Any, ins: Any, outs: Any, shapes: Any, warps: int = 8, stages: int = 1
-) -> Any:
+    kernel: Any, name: str, grid: Any, ins: Any, outs: Any, shapes: Any, warps: int = 8, stages: int = 1,
+    aliases: Any = MappingProxyType({}),
+) -> Any:  # fmt: skip
     return pl.pallas_call(
         kernel,
         name=name,
@@ -122,6 +119,7 @@ def _call(
         out_specs=outs,
         out_shape=shapes,
         compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=stages),
+        input_output_aliases=dict(aliases),
         interpret=platform() != "gpu",
     )
 
@@ -204,8 +202,8 @@ def _save_change(rule: _Rule) -> tuple[jax.Array, Any]:
 
 
 def _change_back(saved: Any, d_final: jax.Array) -> tuple[_Rule]:
-    d_rule, _ = _gradients(*saved, d_final, None)
-    return (d_rule,)
+    rule, kept = saved
+    return (_gradients(rule, kept, d_final, None)[0],)
 
 
 _change.defvjp(_save_change, _change_back)
@@ -216,7 +214,7 @@ def _outputs(static: _Static, rule: _Rule, q: jax.Array, z: jax.Array, scale: ja
     return _save_outputs(static, rule, q, z, scale)[0]
 
 
-def _out_specs(on: _Blocks, static: _Static) -> tuple[list[Any], pl.BlockSpec]:
+def _out_specs(on: _Blocks) -> tuple[list[Any], pl.BlockSpec]:
     """Blocks of inputs, and of one like z."""
     z = pl.BlockSpec((None, _CHUNK, None, on.values), lambda n, h, b: (b, n, h, 0))
     scale = pl.BlockSpec((on.values,), lambda n, h, b: (0,))
@@ -227,10 +225,10 @@ def _out_specs(on: _Blocks, static: _Static) -> tuple[list[Any], pl.BlockSpec]:
 def _save_outputs(static: _Static, rule: _Rule, q: Any, z: Any, scale: Any) -> tuple[jax.Array, Any]:
     saved, _ = _states(rule)
     on = _Blocks(rule)
-    ins, like_z = _out_specs(on, static)
+    ins, like_z = _out_specs(on)
     out = _call(
         functools.partial(kernels.outputs_kernel, **static._asdict()),
-        "gated_delta_forward",
+        FORWARD,
         (on.chunks, on.heads, on.batch),
         ins,
         like_z,
@@ -242,7 +240,7 @@ def _save_outputs(static: _Static, rule: _Rule, q: Any, z: Any, scale: Any) -> t
 def _outputs_back(static: _Static, residuals: Any, d_out: jax.Array) -> tuple[_Rule, jax.Array, jax.Array, jax.Array]:
     rule, saved, q, z, scale = residuals
     on = _Blocks(rule)
-    ins, like_z = _out_specs(on, static)
+    ins, like_z = _out_specs(on)
     d_core, d_new, d_z, d_scale = _call(
         functools.partial(kernels.d_outputs_kernel, **static._asdict(), part=on.part),
         "gated_delta_d_outputs",
@@ -269,9 +267,7 @@ def _outputs_back(static: _Static, residuals: Any, d_out: jax.Array) -> tuple[_R
 _outputs.defvjp(_save_outputs, _outputs_back)
 
 
-def _gradients(
-    rule: _Rule, saved: _Saved, d_final: jax.Array, read: Read | None
-) -> tuple[_Rule, Any]:
+def _gradients(rule: _Rule, saved: _Saved, d_final: jax.Array, read: Read | None) -> tuple[_Rule, Any]:
     """Of the rule's inputs, and of queries, from those of the last state and of what is read from all states."""
     on = _Blocks(rule)
     keys, values, state = on.all_keys, on.all_values, jax.ShapeDtypeStruct(rule.state.shape, jnp.float32)
@@ -282,6 +278,7 @@ def _gradients(
         [Read(keys, values, values) if read else None, keys, on.all_gates, on.all_inverses, on.state],
         [values, on.all_states, on.state],
         [on.like_values(), on.like_states(), state],
+        aliases={2: 0} if read else {},  # in the place of what outputs give, which is read once
         **_IN_TURN,
     )(read, rule.k, rule.gates, saved.inverses, d_final)
 
@@ -302,7 +299,7 @@ def _gradients(
             [of_key, of_key, gates, of_values, states, of_values],
             [of_key, of_key, rows],
             [like_keys, like_keys, on.like_rows()],
-            )(read.q, rule.k, rule.gates, saved.new, saved.states, read.d_core)
+        )(read.q, rule.k, rule.gates, saved.new, saved.states, read.d_core)
     d_k, d_v, d_decay, d_beta = _call(
         functools.partial(kernels.d_written_kernel, part=part),
         BACKWARD,

@@ -167,7 +167,9 @@ def _backward_kernel(
                 along = factor * factor * jnp.sum(d * activated, axis=1)
                 d = (d - activated * along[:, None]) * (factor * unit.length)[:, None]
             d = d * tile.share * (1 + tile.total * (1 - tile.share))
-            gradient += jnp.where((tile.within >= ahead)[:, None], d, 0.0) * taps[number_of_taps - 1 - ahead, :][None, :]
+            gradient += (
+                jnp.where((tile.within >= ahead)[:, None], d, 0.0) * taps[number_of_taps - 1 - ahead, :][None, :]
+            )
             if ahead == 0:
                 sums = [total + jnp.sum(d * seen, axis=0) for total, seen in zip(sums, tile.seen, strict=True)]
         at = first + jnp.arange(_ROWS_BACK)

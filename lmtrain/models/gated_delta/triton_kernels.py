@@ -227,7 +227,7 @@ def d_read_kernel(
     """The gradients of a chunk's queries, and what outputs give to those of keys and decays, of a key head with its
     value heads."""
     queries, keys = q[...], k[...]
-    chunk, width, dtype = *keys.shape, keys.dtype
+    (chunk, width), dtype = keys.shape, keys.dtype
     products = dot(queries, keys, (1, 1))
 
     def of_head(r: Any, sums: Any) -> Any:
@@ -260,7 +260,7 @@ def d_written_kernel(
     """The gradients of a chunk's keys, values, decays and strengths. `read`: what outputs give to those of keys and
     decays, if they are used."""
     keys = k[...]
-    chunk, width, dtype = *keys.shape, keys.dtype
+    (chunk, width), dtype = keys.shape, keys.dtype
     below, at = _below_diagonal(chunk), jnp.arange(chunk)
     kk, parts = dot(keys, keys, (1, 1)), written.v.shape[2] // part
     no_products, no_rows = jnp.zeros((chunk, chunk), jnp.float32), jnp.zeros((chunk, width), jnp.float32)
