@@ -185,8 +185,8 @@ SIZES = {"seq_len": 128, "hidden_dim": 16, "num_heads": 2, "num_layers": 2}
 
 
 def with_windows(**sizes):
-    """Layers whose cache is shorter than prompts and chunks, next to full ones."""
-    return LlamaConfig(**sizes, layer_pattern=["sliding", "full"], sliding_window=20)
+    """Layers whose cache is shorter than prompts and chunks, next to full ones; with sinks."""
+    return LlamaConfig(**sizes, layer_pattern=["sliding", "full"], sliding_window=20, attention_sinks=True)
 
 
 @pytest.mark.parametrize(

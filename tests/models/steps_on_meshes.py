@@ -26,7 +26,12 @@ TENSOR = PartitioningConfig(model_axis_size=2, tensor_parallel_axes=SPLIT_OVER, 
 # number of devices, mesh, number of microbatches
 MESHES = {"one": (1, PartitioningConfig(), 1), "fsdp": (8, PartitioningConfig(), 2), "fsdp and tensor": (8, TENSOR, 4)}
 CAPS = {"attention_logit_cap": 2.0, "final_logit_cap": 3.0, "final_logit_cap_type": "rsqrt"}
-MODERN = CAPS | {"use_head_bias": True, "embedding_norm": True, "rope": {"partial_rotary_factor": 0.5}}
+MODERN = CAPS | {
+    "attention_sinks": True,
+    "use_head_bias": True,
+    "embedding_norm": True,
+    "rope": {"partial_rotary_factor": 0.5},
+}
 ALL = PartitioningConfig(expert_axis_size=2, context_axis_size=2, model_axis_size=2, tensor_parallel_axes=["mlp"])
 EXPERTS = {"one": MESHES["one"], "fsdp and experts": (8, PartitioningConfig(expert_axis_size=4), 2), "all": (8, ALL, 1)}
 CONTEXT = PartitioningConfig(context_axis_size=2)

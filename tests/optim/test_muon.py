@@ -20,7 +20,7 @@ from lmtrain.optim.muon import matrix_dims
 from lmtrain.optim.optimizer import build_optimizer
 
 SIZES = {"hidden_dim": 8, "num_heads": 2, "num_layers": 2, "seq_len": 8}
-EVERY_BIAS = {"use_bias": True, "use_mlp_bias": True, "qk_norm": "all"}
+EVERY_BIAS = {"use_bias": True, "use_mlp_bias": True, "qk_norm": "all", "attention_sinks": True}
 CONFIGS = {
     "gpt2 with a head": Gpt2Config(**SIZES, tie_word_embeddings=False),
     "llama with all options": LlamaConfig(**SIZES, **EVERY_BIAS, intermediate_dim=12, norm_position="post"),

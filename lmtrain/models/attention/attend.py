@@ -29,6 +29,7 @@ def attend(
     cap: float | None = None,
     slopes: np.ndarray | jax.Array | None = None,
     key_at: jax.Array | None = None,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Each query sees the keys up to its own position. -> [B, H, S, C]
 
@@ -37,7 +38,9 @@ def attend(
     serves the H / K query heads from k H / K on. With a `window`, a query sees at most `window` keys. With `segments`,
     those of the queries [B, S] and of the keys [B, T], it sees only keys of its own segment. With a `cap`, scores are
     cap * tanh(scores / cap). With `slopes` [H], scores grow by slope * (key position - query position) (ALiBi, Press et
-    al. 2022). Softmax runs in float32; with `upcast` the scores do too. `drop` is applied to the attention weights.
+    al. 2022). With `sinks` [H], the softmax of each head has one more score, of a value of 0 (gpt-oss), so that the
+    weights of what a query sees have a sum below 1. Softmax runs in float32; with `upcast` the scores do too. `drop` is
+    applied to the attention weights.
     """
     if upcast:
         q_BHSC, k_BKTC = q_BHSC.astype(jnp.float32), k_BKTC.astype(jnp.float32)
@@ -70,7 +73,12 @@ def attend(
     if groups > 1:
         seen = jnp.concatenate([seen] * groups, axis=-2)
     scores = jnp.where(seen, scores, MASKED)
+    if sinks is not None:
+        of_rows = jnp.repeat(sinks.astype(jnp.float32).reshape(kv_heads, groups), queries, axis=1)
+        scores = jnp.append(scores, jnp.broadcast_to(of_rows[..., None], (*scores.shape[:-1], 1)), axis=-1)
     weights = jax.nn.softmax(flat(scores), axis=-1).reshape(scores.shape).astype(v_BKTC.dtype)
+    if sinks is not None:
+        weights = weights[..., :-1]
     if drop is not None:
         weights = drop(weights)
     return jnp.einsum("BKST,BKTC->BKSC", weights, v_BKTC).reshape(*q_BHSC.shape[:3], v_BKTC.shape[-1])
@@ -143,6 +151,7 @@ class Options:
     window: int | None = None
     cap: float | None = None
     slopes: np.ndarray | jax.Array | None = None
+    sinks: jax.Array | None = None
     first_query: jax.Array | None = None
     block_size: int | None = None
 
@@ -153,6 +162,7 @@ class Options:
             "dropout": self.drop is not None,
             "cap": self.cap is not None,
             "alibi": self.slopes is not None,
+            "sinks": self.sinks is not None,
             "upcast": self.upcast,
             "segments": self.segments is not None,
             "window": self.window is not None,

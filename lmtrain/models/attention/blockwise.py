@@ -62,7 +62,8 @@ def blockwise(
     first = 0 if options.first_query is None else options.first_query
     where = _Where(first, pad(own, 1), pad(segments, 1), slopes)
     q = pad((q_BHSC * scale).astype(q_BHSC.dtype), 2).reshape(batch, kv_heads, groups, -1, head_dim)
-    mixed = _attend(q, pad(k_BKSC, 2), pad(v_BKSC, 2), where, _Static(block, options.window, options.cap))
+    sinks = None if options.sinks is None else options.sinks.astype(jnp.float32).reshape(kv_heads, groups)
+    mixed = _attend(q, pad(k_BKSC, 2), pad(v_BKSC, 2), sinks, where, _Static(block, options.window, options.cap))
     return mixed.reshape(batch, heads, q.shape[3], -1)[:, :, :length].astype(kind)
 
 
@@ -80,13 +81,17 @@ def mean_trips(op_name: str, length: int, block_size: int | None, window: int | 
     return mean / (2 * groups) if groups > 1 and _OF_KEYS in op_name else mean
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _attend(q: jax.Array, k: jax.Array, v: jax.Array, where: _Where, static: _Static) -> jax.Array:
-    return _forward(q, k, v, where, static)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _attend(
+    q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None, where: _Where, static: _Static
+) -> jax.Array:
+    return _forward(q, k, v, sinks, where, static)[0]
 
 
-def _forward(q: jax.Array, k: jax.Array, v: jax.Array, where: _Where, static: _Static) -> tuple[jax.Array, Any]:
-    """The mixed values [B, K, G, S, C], and the residuals for the backward pass."""
+def _forward(
+    q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None, where: _Where, static: _Static
+) -> tuple[jax.Array, Any]:
+    """The mixed values [B, K, G, S, C], and the residuals for the backward pass. `sinks` are those of [K, G] heads."""
 
     def of_queries(_: None, i: jax.Array) -> tuple[None, tuple[jax.Array, jax.Array]]:
         q_i = _part(q, i, static)
@@ -104,18 +109,21 @@ def _forward(q: jax.Array, k: jax.Array, v: jax.Array, where: _Where, static: _S
 
         rows = q_i.shape[:-1]
         begin = jnp.full(rows, MASKED), jnp.zeros(rows), jnp.zeros((*rows, v.shape[-1]))
+        if sinks is not None:  # seen first, with a value of 0
+            begin = jnp.broadcast_to(sinks[..., None], rows), jnp.ones(rows), begin[2]
         highest, total, mixed = jax.lax.fori_loop(*_keys_of(i, k.shape[2] // static.block, where, static), add, begin)
         return None, ((mixed / total[..., None]).astype(v.dtype), highest + jnp.log(total))
 
     blocks = q.shape[3] // static.block
     _, (mixed, log_sum) = jax.lax.scan(of_queries, None, jnp.arange(blocks))
     mixed, log_sum = (checkpoint_name(_join(part), SAVED_ATTENTION) for part in (mixed, log_sum))
-    return mixed, (q, k, v, where, mixed, log_sum)
+    return mixed, (q, k, v, sinks, where, mixed, log_sum)
 
 
 def _backward(static: _Static, saved: Any, d_mixed: jax.Array) -> tuple[Any, ...]:
-    """With p the weights: dv = p^T do, dp = do v^T, ds = p (dp - sum(do o)), dq = ds k, dk = ds^T q."""
-    q, k, v, where, mixed, log_sum = saved
+    """With p the weights: dv = p^T do, dp = do v^T, ds = p (dp - sum(do o)), dq = ds k, dk = ds^T q. A sink has the
+    value 0 and so the gradient -p sum(do o)."""
+    q, k, v, sinks, where, mixed, log_sum = saved
     mean = (d_mixed.astype(jnp.float32) * mixed.astype(jnp.float32)).sum(-1)
     blocks, key_blocks = q.shape[3] // static.block, k.shape[2] // static.block
 
@@ -143,7 +151,9 @@ def _backward(static: _Static, saved: Any, d_mixed: jax.Array) -> tuple[Any, ...
 
     with jax.named_scope(_OF_KEYS):
         d_q, (d_k, d_v) = jax.lax.scan(of_keys, jnp.zeros(q.shape, jnp.float32), jnp.arange(key_blocks))
-    return d_q.astype(q.dtype), _join(d_k, axis=2).astype(k.dtype), _join(d_v, axis=2).astype(v.dtype), None
+    d_k, d_v = _join(d_k, axis=2).astype(k.dtype), _join(d_v, axis=2).astype(v.dtype)
+    d_sinks = None if sinks is None else -(jnp.exp(sinks[..., None] - log_sum) * mean).sum((0, 3))
+    return d_q.astype(q.dtype), d_k, d_v, d_sinks, None
 
 
 _attend.defvjp(_forward, _backward)

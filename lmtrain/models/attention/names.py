@@ -14,6 +14,7 @@ FEATURES = {
     "window": "a sliding window",
     "cap": "a cap on scores (attention_logit_cap)",
     "alibi": "ALiBi",
+    "sinks": "attention sinks (attention_sinks)",
     "segments": "packed documents (data.mask_across_documents)",
     "part": "sequences split over more devices than heads (trainer.context_axis_size)",
     "dropout": "dropout on the attention weights (attn_pdrop)",

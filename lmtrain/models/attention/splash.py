@@ -57,7 +57,7 @@ def splash(
     segments = jnp.zeros((len(q_BHSC), given), jnp.int32) if options.segments is None else options.segments
 
     def of_sequence(q: jax.Array, k: jax.Array, v: jax.Array, s: jax.Array) -> jax.Array:
-        mixed: jax.Array = kernel(q, k, v, segment_ids=kernels.SegmentIds(s, s))
+        mixed: jax.Array = kernel(q, k, v, segment_ids=kernels.SegmentIds(s, s), sinks=options.sinks)
         return mixed
 
     q = (q_BHSC * scale).astype(q_BHSC.dtype)
@@ -87,7 +87,7 @@ def _up(size: int, step: int) -> int:
 KERNEL = Kernel(
     name="splash",
     platform="tpu",
-    features=frozenset({"window", "cap", "segments", "float32", "wide_heads", "very_wide_heads", "odd_heads"}),
+    features=frozenset({"window", "cap", "sinks", "segments", "float32", "wide_heads", "very_wide_heads", "odd_heads"}),
     call=splash,
     uses_block_size=True,
     flops=(1.0, 3.5),

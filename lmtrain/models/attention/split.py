@@ -21,6 +21,9 @@ from lmtrain.models.attention.attend import Options
 from lmtrain.models.mixer import exchange_size
 from lmtrain.sharding.local import dividing, num_parts, per_device, split_over
 
+# Options with a number for each head.
+_BY_HEAD = ("slopes", "sinks")
+
 # (q, k, v, options) -> mixed values, of one device's arrays
 Local = Callable[[jax.Array, jax.Array, jax.Array, Options], jax.Array]
 
@@ -40,7 +43,7 @@ def positions_over(length: int, heads: int) -> tuple[str, ...]:
 def on_each_device(
     local: Local, q_BHSC: jax.Array, k_BKSC: jax.Array, v_BKSC: jax.Array, options: Options
 ) -> jax.Array:
-    """`local(q, k, v, options)` of each device's part, whose options have its own segments and slopes.
+    """`local(q, k, v, options)` of each device's part, whose options have its own segments, slopes and sinks.
 
     Where devices split the query heads and the key heads cannot be split in the same way, each query head gets its own
     copy. What does not divide over its devices is not split.
@@ -54,19 +57,15 @@ def on_each_device(
     if by_heads != by_keys and k_BKSC.shape[1] != heads:
         k_BKSC, v_BKSC = (jnp.repeat(x, heads // k_BKSC.shape[1], axis=1) for x in (k_BKSC, v_BKSC))
     segments = jnp.zeros((batch, length), jnp.int32) if options.segments is None else options.segments
-    slopes = jnp.zeros(heads, jnp.float32) if options.slopes is None else jnp.asarray(options.slopes)
+    by_head: dict[str, Any] = {name: jnp.asarray(x) for name in _BY_HEAD if (x := getattr(options, name)) is not None}
 
-    def of_device(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, slopes: jax.Array) -> jax.Array:
-        own = dataclasses.replace(
-            options,
-            segments=None if options.segments is None else segments,
-            slopes=None if options.slopes is None else slopes,
-        )
+    def of_device(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, by_head: Any) -> jax.Array:
+        own = dataclasses.replace(options, segments=None if options.segments is None else segments, **by_head)
         return _collected(local, q, k, v, own, positions) if positions else local(q, k, v, own)
 
     of_heads = PartitionSpec(by_batch, by_heads, positions)
-    specs = (of_heads, of_heads, of_heads, PartitionSpec(by_batch), PartitionSpec(by_heads))
-    mixed: jax.Array = per_device(of_device, specs, of_heads)(q_BHSC, k_BKSC, v_BKSC, segments, slopes)
+    specs = (of_heads, of_heads, of_heads, PartitionSpec(by_batch), dict.fromkeys(by_head, PartitionSpec(by_heads)))
+    mixed: jax.Array = per_device(of_device, specs, of_heads)(q_BHSC, k_BKSC, v_BKSC, segments, by_head)
     return mixed
 
 
@@ -90,9 +89,11 @@ def _collected(
         return jax.lax.all_to_all(x, names, split, concat, tiled=True, axis_index_groups=neighbours)
 
     q, k, v = (exchange(x, 1, 2) for x in (q, k, v))
-    if options.slopes is not None:
-        own = jax.lax.dynamic_slice_in_dim(options.slopes, index % size * q.shape[1], q.shape[1])
-        options = dataclasses.replace(options, slopes=own)
+    for name in _BY_HEAD:
+        if (x := getattr(options, name)) is not None:
+            own = jax.lax.dynamic_slice_in_dim(x, index % size * q.shape[1], q.shape[1])
+            changed: dict[str, Any] = {name: own}
+            options = dataclasses.replace(options, **changed)
     if groups == 1:
         return exchange(local(q, k, v, options), 2, 1)
     k, v = (jax.lax.all_gather(x, names, axis=2, tiled=True, axis_index_groups=across) for x in (k, v))

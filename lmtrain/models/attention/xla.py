@@ -17,7 +17,9 @@ _SHORT = 128
 def attend_in_halves(q: jax.Array, k: jax.Array, v: jax.Array, scale: jax.Array | float, options: Options) -> jax.Array:
     """Attention in two halves of the queries: the first half does not need the second half's keys."""
     half, s = q.shape[2] // 2, options.segments
-    how: dict[str, Any] = {name: getattr(options, name) for name in ("upcast", "drop", "window", "cap", "slopes")}
+    how: dict[str, Any] = {
+        name: getattr(options, name) for name in ("upcast", "drop", "window", "cap", "slopes", "sinks")
+    }
     if options.first_query is not None or q.shape[2] <= _SHORT:
         both = None if s is None else (options.of_queries(s, q.shape[2]), s)
         first = 0 if options.first_query is None else options.first_query

@@ -116,6 +116,11 @@ class LlamaConfig(BaseModelConfig):
     attention_gate: bool = architecture(
         False, description="Multiply the outputs of attention by the sigmoid of a projection of its input (Qwen3-Next)"
     )
+    attention_sinks: bool = architecture(
+        False,
+        description="Add a learned score of each head to the softmax of attention, so that the weights of what a token "
+        "sees can be small (gpt-oss)",
+    )
     norm_position: Literal["pre", "post", "both"] = architecture(
         "pre",
         description="Position of norms: pre: before attention and MLP; post: on their outputs (OLMo2); both (Gemma 2)",
@@ -339,6 +344,8 @@ class LlamaConfig(BaseModelConfig):
         if self.attention_gate:
             found["transfer"] = "model.attention_gate has no transfer rule; remove one"
             found.setdefault("optimizer.qk_clip", "would scale gates with queries (model.attention_gate); set qk_norm")
+        if self.attention_sinks:
+            found["transfer"] = "model.attention_sinks has no transfer rule; remove one"
         lacking = "linear layers" if self.linear_attention else "experts" if self.moe else ""
         if lacking:
             found["optimizer.type"] = f"sophia-h needs second derivatives, which {lacking} lack; use sophia-g"
@@ -348,4 +355,5 @@ class LlamaConfig(BaseModelConfig):
 
     @property
     def attention_needs(self) -> set[str]:
-        return super().attention_needs | ({"cap"} if self.attention_logit_cap is not None else set())
+        own = {"cap": self.attention_logit_cap is not None, "sinks": self.attention_sinks}
+        return super().attention_needs | {name for name, is_needed in own.items() if is_needed}

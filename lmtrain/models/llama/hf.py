@@ -98,6 +98,8 @@ def _attention_rows(config: LlamaConfig, layers: tuple[int, ...] | None) -> list
         rows += [Row(f"{ours}{name}/bias", f"{theirs}{name}_proj.bias", rows=0, layers=layers) for name in "qkv"]
     if config.use_bias:
         rows.append(Row(f"{ours}out/bias", f"{theirs}o_proj.bias", layers=layers))
+    if config.attention_sinks:
+        rows.append(Row(f"{ours}sinks", f"{theirs}sinks", layers=layers))
     if config.qk_norm in ("head", "all"):
         rows += [Row(f"{ours}norm_{name}/scale", f"{theirs}{name}_norm.weight", rows=0, layers=layers) for name in "qk"]
     return rows

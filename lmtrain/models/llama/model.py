@@ -12,6 +12,7 @@ Touvron et al. 2023, "LLaMA: Open and Efficient Foundation Language Models". The
     Gemma2    norm_position both, capped scores and logits, every second layer sliding
     Gemma3    Gemma2 without caps, qk_norm head, five sliding layers with rope.local_theta before a full one
     SmolLM3   layer_pattern: every fourth layer without RoPE
+    gpt-oss   attention_sinks: a learned score for each head in the softmax, which lowers the weights of all keys
     Arcee     gated_mlp false, activation_function relu2
     hybrids   layer_pattern with linear layers: Gated DeltaNet in place of attention. Qwen3.5: qk_norm head,
               norm_offset, attention_gate, rope.partial_rotary_factor; Qwen3-Next: also moe with shared_gate;
@@ -34,7 +35,7 @@ from lmtrain.models.decoder import Decoder
 from lmtrain.models.gated_delta.layer import GatedDelta
 from lmtrain.models.interface import NO_DOCUMENTS, Documents, LogitCap
 from lmtrain.models.layers.block import Attention, Block, Projected, TokenMixer
-from lmtrain.models.layers.linear import Linear
+from lmtrain.models.layers.linear import Linear, declare, sizes
 from lmtrain.models.layers.mlp import Mlp, RmsNorm
 from lmtrain.models.layers.rope import frequencies, magnitude, rotate
 from lmtrain.models.llama.config import LlamaConfig, shortest_period
@@ -60,6 +61,8 @@ class LlamaAttention(Attention):
         self.v = Linear((embed,), (kv_heads, head_dim), init, bias)
         self.out = Linear((heads, head_dim), (embed,), init, c.use_bias)
         self.drop_weights = nn.Dropout(0.0)
+        if c.attention_sinks:
+            self.sinks = self.param("sinks", declare(init, (heads,)), sizes((heads,)), jnp.float32)
         if c.qk_norm != "none":
             over_all, how = c.qk_norm == "all", (c.layer_norm_epsilon, c.norm_offset, c.qk_norm != "weightless")
             self.norm_q = RmsNorm((heads, head_dim) if over_all else (head_dim,), *how)
@@ -87,7 +90,8 @@ class LlamaAttention(Attention):
 
     def scores(self, layer: jax.Array) -> dict[str, Any]:
         c = self.config
-        return {"scale": c.score_scale, "window": self.window, "cap": c.attention_logit_cap}
+        sinks = self.sinks if c.attention_sinks else None
+        return {"scale": c.score_scale, "window": self.window, "cap": c.attention_logit_cap, "sinks": sinks}
 
 
 class LlamaBlock(Block):

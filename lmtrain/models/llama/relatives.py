@@ -28,6 +28,7 @@ _LLAMA: dict[str, Any] = {
     "final_logit_cap_type": "tanh",
     "use_head_bias": False,
     "attention_gate": False,
+    "attention_sinks": False,
     "embedding_norm": False,
 }
 

@@ -6,6 +6,7 @@ import numpy as np
 from lmtrain.models.attention.kernel import self_attend
 
 BATCH = 2
+SINKS = np.float32([-1.0, 0.5, 2.0, 3.0])  # of four heads
 
 
 def arrays(heads: int, kv_heads: int, length: int, width: int = 8, columns: int | None = None) -> list[np.ndarray]:
@@ -21,15 +22,20 @@ def documents(ends, length: int) -> np.ndarray:
 
 
 def run(kernel: str, inputs, scale: float = 0.3, ends=None, **options) -> dict[str, jax.Array]:
-    """The output, and the gradients of queries, keys and values."""
+    """The output, and the gradients of queries, keys, values and sinks."""
     if ends is not None:
         options["segments"] = documents(ends, inputs[0].shape[2])
+    sinks = {"sinks": jax.numpy.asarray(options.pop("sinks"))} if "sinks" in options else {}
 
-    def both(q, k, v, d):
-        mixed, pull = jax.vjp(lambda *qkv: self_attend(kernel, *qkv, scale, **options), q, k, v)
-        return {"mixed": mixed} | dict(zip(["dq", "dk", "dv"], pull(d), strict=True))
+    def both(q, k, v, d, sinks):
+        def mix(q, k, v, sinks):
+            return self_attend(kernel, q, k, v, scale, **options, **sinks)
 
-    return jax.jit(both)(*inputs)
+        mixed, pull = jax.vjp(mix, q, k, v, sinks)
+        *of_arrays, of_sinks = pull(d)
+        return {"mixed": mixed} | dict(zip(["dq", "dk", "dv"], of_arrays, strict=True)) | of_sinks
+
+    return jax.jit(both)(*inputs, sinks)
 
 
 def assert_plain(kernel: str, inputs, rtol: float, atol: float, block_size: int | None = None, **options) -> None:

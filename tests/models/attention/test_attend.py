@@ -29,15 +29,15 @@ def arrays(queries: int, keys: int):
     return [RNG.normal(size=shape).astype(np.float32) for shape in shapes]
 
 
-def plain(q, k, v, scale: float, first: int = 0, slopes=None) -> np.ndarray:
+def plain(q, k, v, scale: float, first: int = 0, slopes=None, sinks=None) -> np.ndarray:
     out = np.zeros((*q.shape[:3], v.shape[3]))
     for s in range(q.shape[2]):
         seen = slice(0, first + s + 1)
         scores = np.einsum("bhc,bhtc->bht", q[:, :, s], k[:, :, seen]) * scale
         if slopes is not None:
             scores += np.multiply.outer(slopes, np.arange(first + s + 1) - (first + s))
-        weights = np.exp(scores - scores.max(-1, keepdims=True))
-        weights /= weights.sum(-1, keepdims=True)
+        weights = np.exp(scores)
+        weights /= weights.sum(-1, keepdims=True) + (0 if sinks is None else np.exp(sinks)[:, None])
         out[:, :, s] = np.einsum("bht,bhtc->bhc", weights, v[:, :, seen])
     return out
 
@@ -47,6 +47,18 @@ def test_self_attention_equals_the_formula_at_even_and_odd_lengths_also_with_wid
     q, k, v = arrays(length, length)
     v = np.concatenate([v - number for number in range(repeats)], axis=3)
     np.testing.assert_allclose(self_attend(q, k, v, 0.3), plain(q, k, v, 0.3), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("length", [5, 140])
+def test_a_sink_is_one_more_score_of_a_value_of_0(length):
+    q, k, v = arrays(length, length)
+    sinks = np.float32([-2.0, 0.5, 3.0])
+    expected = plain(q, k, v, 0.3, sinks=sinks)
+    np.testing.assert_allclose(self_attend(q, k, v, 0.3, sinks=sinks), expected, rtol=1e-5, atol=1e-5)
+    with_key = [np.concatenate([x, np.zeros((2, 3, 1, 4), np.float32)], 2) for x in (k, v)]
+    at = np.append(np.arange(length), 0)  # a key of zeros has the score 0
+    found = attend(q, *with_key, 0.3, key_at=at)
+    np.testing.assert_allclose(found, attend(q, k, v, 0.3, sinks=np.zeros(3, np.float32)), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("first", "queries"), [(0, 6), (2, 3), (5, 1)])

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from models.attention.compare import arrays, assert_plain, run
+from models.attention.compare import SINKS, arrays, assert_plain, run
 
 from lmtrain.models.attention.attend import alibi_slopes
 from lmtrain.models.attention.kernel import self_attend
@@ -20,6 +20,7 @@ SUITE = {
     "a partial block, wide values, grouped heads": ((4, 2, 21, 4, 10), {"block_size": 8}),
     "window smaller than a block, ALiBi": ((4, 1, 21, 4), {"block_size": 8, "window": 5, "slopes": 4}),
     "window of several blocks, ALiBi": ((6, 2, 29, 4, 10), {"block_size": 8, "window": 18, "slopes": 6}),
+    "sinks, window, grouped heads": ((4, 2, 21, 4), {"block_size": 8, "window": 11, "sinks": SINKS}),
     "upcast": ((4, 2, 21, 4), {"block_size": 8, "window": 11, "slopes": 4, "upcast": True}),
 }
 LONG = {

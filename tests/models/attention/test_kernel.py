@@ -168,7 +168,7 @@ def test_dropout_does_not_restrict_the_kernel_of_evaluation_and_sampling():
     assert choose("gpu", trains=False) == "triton"
 
 
-@pytest.mark.parametrize("feature", ["dropout", "alibi", "upcast", "segments"])
+@pytest.mark.parametrize("feature", ["dropout", "alibi", "sinks", "upcast", "segments"])
 @pytest.mark.parametrize("backend", KERNELS)
 def test_a_backend_does_not_silently_ignore_an_unsupported_feature(backend, feature):
     """A check for the case that the choice is wrong, or was not made."""
@@ -179,6 +179,7 @@ def test_a_backend_does_not_silently_ignore_an_unsupported_feature(backend, feat
     wish = {
         "dropout": {"drop": lambda weights: weights},
         "alibi": {"slopes": np.ones(2, np.float32)},
+        "sinks": {"sinks": np.ones(2, np.float32)},
         "upcast": {"upcast": True},
         "segments": {"segments": segments},
     }[feature]
@@ -196,6 +197,7 @@ def test_a_backend_does_not_silently_ignore_an_unsupported_feature(backend, feat
         (Gpt2Config(hidden_dim=780, num_heads=6, attn_pdrop=0.1), {"wide_heads", "odd_heads", "dropout"}),
         (LlamaConfig(), set()),
         (LlamaConfig(sliding_window=100), {"window"}),
+        (LlamaConfig(attention_sinks=True), {"sinks"}),
         (LlamaConfig(head_dim=12, num_kv_heads=4), {"odd_heads"}),
         (MptConfig(), {"alibi"}),
         (MptConfig(resid_pdrop=0.1, embed_pdrop=0.1, num_heads=64), {"alibi", "odd_heads"}),
@@ -234,8 +236,8 @@ def test_each_name_has_a_record():
 
 
 def test_no_file_outside_the_folder_names_a_kernel():
-    # grouped products have kernels of their own
-    outside = [path for path in ROOT.rglob("*.py") if not {"attention", "moe"} & set(path.parts)]
+    # grouped products and linear layers have kernels of their own
+    outside = [path for path in ROOT.rglob("*.py") if not {"attention", "moe", "gated_delta"} & set(path.parts)]
     assert len(outside) > 100
     naming = {str(path.relative_to(ROOT)): found for path in outside if (found := NAMES & set(words(path)))}
     assert not naming

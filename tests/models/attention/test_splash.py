@@ -5,7 +5,7 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
-from models.attention.compare import arrays, assert_plain
+from models.attention.compare import SINKS, arrays, assert_plain
 
 from lmtrain.models.attention import splash
 from lmtrain.models.attention.kernel import self_attend
@@ -20,6 +20,7 @@ from lmtrain.models.attention.kernel import self_attend
         ((2, 1, 200), {"ends": [[40, 70], [90, 150]]}),
         ((2, 2, 30), {"window": 20}),
         ((4, 2, 200), {"cap": 0.8, "window": 50, "ends": [[40, 70], [90, 150]]}),
+        ((4, 2, 200), {"sinks": SINKS, "window": 50, "ends": [[40, 170], [90, 150]]}),
     ],
     ids=[
         "plain",
@@ -28,6 +29,7 @@ from lmtrain.models.attention.kernel import self_attend
         "padded",
         "short",
         "cap",
+        "sinks",
     ],
 )
 def test_outputs_and_gradients_are_those_of_plain_attention(sizes, options):

@@ -21,21 +21,26 @@ rng = np.random.default_rng(0)
 q, k, v, d = (rng.normal(size=(8, heads, 128, 8)).astype(np.float32) for heads in (4, 2, 2, 4))
 segments = np.sort(rng.integers(0, 3, (8, 128)), axis=1)
 
-def program(kernel, slopes):
-    def both(q, k, v, d, segments):
+def program(kernel, has_slopes=False):
+    options = {"slopes": alibi_slopes(4, 8) if has_slopes else None, "window": 50}
+
+    def both(q, k, v, d, segments, sinks):
         q, d = (constrain(x, "act_batch", "act_heads", "act_seq", None) for x in (q, d))
         k, v = (constrain(x, "act_batch", "act_kv_heads", "act_seq", None) for x in (k, v))
-        options = {"segments": segments, "window": 50, "slopes": slopes}
-        mixed, pull = jax.vjp(lambda *qkv: self_attend(kernel, *qkv, 0.3, **options), q, k, v)
+        def mix(q, k, v, sinks):
+            return self_attend(kernel, q, k, v, 0.3, segments=segments, sinks=sinks, **options)
+
+        mixed, pull = jax.vjp(mix, q, k, v, sinks)
         return mixed, *pull(d)
 
-    return jax.jit(both).trace(q, k, v, d, segments)
+    return jax.jit(both).trace(q, k, v, d, segments, sinks)
 
-def run(kernel, slopes):
-    return program(kernel, slopes).lower().compile()(q, k, v, d, segments)
+def run(kernel, has_slopes):
+    return program(kernel, has_slopes).lower().compile()(q, k, v, d, segments, sinks)
 
-slopes = {"splash": None, "blockwise": None, "xla": None, "triton": alibi_slopes(4, 8)}
-alone = {True: run("xla", slopes["triton"]), False: run("xla", None)}
+sinks = np.float32([-1, 0.5, 2, 3])
+slopes = {"splash": False, "blockwise": False, "xla": False, "triton": True}
+alone = {has_slopes: run("xla", has_slopes) for has_slopes in (True, False)}
 heads = {"model_axis_size": 2, "tensor_parallel_axes": ["heads", "kv_heads"]}
 query_heads = {"model_axis_size": 2, "tensor_parallel_axes": ["heads"]}
 more_parts = {"model_axis_size": 4, "tensor_parallel_axes": ["heads"], "axis_resources": {"kv_heads": None}}
@@ -47,13 +52,13 @@ for config, kernels in cases + [(other, ["triton"]) for other in ({}, more_parts
     for kernel in kernels:
         with layout.active():
             arrays = run(kernel, slopes[kernel])
-        expected = alone[slopes[kernel] is not None]
+        expected = alone[slopes[kernel]]
         errors = [float(abs(np.asarray(x) - np.asarray(y)).max()) for x, y in zip(arrays, expected, strict=True)]
         result.append([kernel, str(config), max(errors), list(arrays[0].addressable_shards[0].data.shape)])
 
 splash.platform = lambda: "tpu"
 with build_layout(PartitioningConfig(**heads)).active():
-    text = program("splash", None).lower(lowering_platforms=("tpu",)).as_text()
+    text = program("splash").lower(lowering_platforms=("tpu",)).as_text()
 print(json.dumps([result, text.count("tpu_custom_call")]))
 """
 

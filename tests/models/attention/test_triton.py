@@ -1,7 +1,7 @@
 """The kernels for NVIDIA GPUs: interpreted against plain attention. Compiled: tests/compiled/."""
 
 import pytest
-from models.attention.compare import arrays, assert_plain
+from models.attention.compare import SINKS, arrays, assert_plain
 
 from lmtrain.models.attention.attend import alibi_slopes
 from lmtrain.models.attention.triton import blocks
@@ -13,6 +13,7 @@ SUITE = {
     "cap, grouped heads, window": ((4, 2, 256, 8), {"ends": ENDS, "cap": 0.8, "window": 100}),
     "window, one key head": ((2, 1, 300, 16), {"window": 100, "ends": ENDS}),
     "ALiBi, grouped heads": ((4, 2, 256, 8), {"ends": ENDS, "slopes": 4}),
+    "sinks, grouped heads, window": ((4, 2, 256, 8), {"ends": ENDS, "sinks": SINKS, "window": 100}),
     "very wide values": ((2, 2, 200, 12, 384), {"ends": ENDS}),
 }
 LONG = {

@@ -76,12 +76,47 @@ def test_settings_without_effect_are_errors(settings, named):
     [
         ({"embedding_norm": True}, "embedding_norm"),
         ({"use_head_bias": True}, "use_head_bias"),
+        ({"attention_sinks": True}, "attention_sinks"),
         ({"rope": {"partial_rotary_factor": 0.5}}, "rope.partial_rotary_factor"),
     ],
 )
 def test_what_transformers_lacks_is_named_by_the_export(settings, named):
     with pytest.raises(UserError, match=named):
         relative_of(LlamaConfig(**SIZES, **settings))
+
+
+def computed_attention(settings):
+    """The output of an attention layer, its input, parameters and config."""
+    config = LlamaConfig(**SIZES, **settings)
+    layer = LlamaAttention(config, "xla")
+    x = np.random.default_rng(0).normal(size=(2, 8, 16)).astype(np.float32)
+    params = quick.random_like(jax.eval_shape(lambda key: layer.init(key, x, 0, True, Documents()), jax.random.key(0)))
+    return jax.jit(lambda p: layer.apply({"params": p}, x, 0, True, Documents()))(params), x, params, config
+
+
+def test_attention_with_sinks_is_that_of_transformers():
+    import torch
+    from transformers.models.gpt_oss.configuration_gpt_oss import GptOssConfig
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssAttention, GptOssRotaryEmbedding
+
+    settings = {"head_dim": 8, "attention_sinks": True, "use_bias": True, "rope": {"theta": 100.0}}
+    found, x, params, _ = computed_attention(settings)
+    theirs = GptOssConfig(
+        hidden_size=16, num_attention_heads=4, num_key_value_heads=2, head_dim=8, attn_implementation="eager",
+        rope_parameters={"rope_type": "default", "rope_theta": 100.0}, layer_types=["full_attention"],
+        num_hidden_layers=1,
+    )  # fmt: skip
+    attention = GptOssAttention(theirs, 0)
+    values = {f"{name}_proj.weight": params[name]["kernel"].reshape(16, -1).T for name in "qkv"}
+    values |= {f"{name}_proj.bias": params[name]["bias"].reshape(-1) for name in "qkv"}
+    values["o_proj.weight"] = params["out"]["kernel"].reshape(-1, 16).T
+    values |= {"o_proj.bias": params["out"]["bias"], "sinks": params["sinks"]}
+    attention.load_state_dict({name: torch.tensor(np.array(value)) for name, value in values.items()})
+    positions = GptOssRotaryEmbedding(theirs)(torch.tensor(x), torch.arange(8)[None].repeat(2, 1))
+    mask = torch.full((8, 8), -torch.inf).triu(1)[None, None]
+    with torch.no_grad():
+        expected, _ = attention(torch.tensor(x), positions, mask)
+    np.testing.assert_allclose(found, expected, atol=2e-6 * max(1, float(expected.abs().max())))
 
 
 def test_attention_with_a_gate_is_that_of_transformers():
@@ -91,12 +126,7 @@ def test_attention_with_a_gate_is_that_of_transformers():
 
     rope = {"theta": 100.0, "partial_rotary_factor": 0.5}
     settings = {"head_dim": 8, "attention_gate": True, "qk_norm": "head", "norm_offset": True, "rope": rope}
-    config = LlamaConfig(**SIZES, **settings)
-    layer = LlamaAttention(config, "xla")
-    x = np.random.default_rng(0).normal(size=(2, 8, 16)).astype(np.float32)
-    params = quick.random_like(jax.eval_shape(lambda key: layer.init(key, x, 0, True, Documents()), jax.random.key(0)))
-    found = jax.jit(lambda p: layer.apply({"params": p}, x, 0, True, Documents()))(params)
-
+    found, x, params, config = computed_attention(settings)
     parameters = {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5}
     theirs = Qwen3_5TextConfig(
         hidden_size=16, num_attention_heads=4, num_key_value_heads=2, head_dim=8, rope_parameters=parameters,

@@ -24,6 +24,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from lmtrain.models.attention.attend import Options
 from lmtrain.models.attention.triton.blocks import (
+    LOG2_E,
     MASKED,
     Inputs,
     Scores,
@@ -86,6 +87,8 @@ def _kernel(
 
     zeros = jnp.zeros((rows, sizes.part), jnp.float32)
     begin = (jnp.full(rows, MASKED, jnp.float32), jnp.zeros(rows, jnp.float32), zeros)
+    if static.has_sinks:  # seen first, with a value of 0
+        begin = (jnp.full(rows, inputs.sinks[0] * LOG2_E), jnp.ones(rows, jnp.float32), zeros)
     highest, total, mixed = over_keys(add, query, first, rows, columns, key_blocks, begin)
     plgpu.store(mixed_ref, (mixed / total[:, None]).astype(mixed_ref.dtype), mask=sizes.here_values)
     log_sum_ref[...] = highest + jnp.log2(total)
@@ -241,7 +244,7 @@ def attend(
     """
     length, width = q_BHSC.shape[2:]
     blocks = blocks_for(width, v_BKSC.shape[-1], device_kind())
-    static = Static(blocks, options.slopes is not None, options.cap, platform() != "gpu")
+    static = Static(blocks, options.slopes is not None, options.sinks is not None, options.cap, platform() != "gpu")
 
     def pad(x: jax.Array, axis: int, **more: Any) -> jax.Array:
         """Padding comes after all queries, so that none sees it."""
@@ -258,8 +261,11 @@ def attend(
         # queries after the last key are padding
         first = options.of_queries(jnp.pad(first, ((0, 0), (0, q.shape[1]))), q.shape[1])
     scales = jnp.asarray(scale, jnp.float32).reshape(1)
-    slopes = jnp.zeros(q.shape[2], jnp.float32) if options.slopes is None else jnp.asarray(options.slopes)
-    mixed_BSHD = _attend(Inputs(q, k, v, scales, slopes, first, last, begin), static)[:, :length]
+    slopes, sinks = (
+        jnp.zeros(q.shape[2], jnp.float32) if x is None else jnp.asarray(x, jnp.float32)
+        for x in (options.slopes, options.sinks)
+    )
+    mixed_BSHD = _attend(Inputs(q, k, v, scales, slopes, sinks, first, last, begin), static)[:, :length]
     return mixed_BSHD.transpose(0, 2, 1, 3)
 
 
@@ -287,7 +293,8 @@ def _forward(inputs: Inputs, static: Static) -> tuple[jax.Array, Any]:
 
 
 def _backward(static: Static, saved: Any, d_mixed: jax.Array) -> tuple[Inputs]:
-    """With p the weights: dv = p^T do, dp = do v^T, ds = p (dp - sum(do o)), dq = scale ds k, dk = scale ds^T q."""
+    """With p the weights: dv = p^T do, dp = do v^T, ds = p (dp - sum(do o)), dq = scale ds k, dk = scale ds^T q. A sink
+    has the value 0 and so the gradient -p sum(do o)."""
     inputs, mixed, log_sum = saved
     q, k = inputs.q, inputs.k
     parts = Sizes.of(inputs).parts
@@ -299,7 +306,11 @@ def _backward(static: Static, saved: Any, d_mixed: jax.Array) -> tuple[Inputs]:
     d_q = d_queries(inputs, upstream, static)
     if parts > 1:
         d_q, d_k = (d.reshape(*x.shape[:3], parts, x.shape[3]).sum(3).astype(x.dtype) for d, x in ((d_q, q), (d_k, k)))
-    return (Inputs(d_q, d_k, d_v, None, None, None, None, None),)
+    d_sinks = None
+    if static.has_sinks:
+        weights = jnp.exp2(jnp.repeat(inputs.sinks * LOG2_E, parts)[:, None] - log_sum)
+        d_sinks = -(weights * mean).sum((0, 2)).reshape(-1, parts).sum(1)
+    return (Inputs(d_q, d_k, d_v, None, None, d_sinks, None, None, None),)
 
 
 _attend.defvjp(_forward, _backward)

@@ -13,7 +13,7 @@ from lmtrain.models.attention.kernel import is_hopper_or_later
 
 # Finite, so that the difference of two is not NaN.
 MASKED = -1e30
-_LOG2_E = math.log2(math.e)
+LOG2_E = math.log2(math.e)
 
 
 class Blocks(NamedTuple):
@@ -55,10 +55,12 @@ def blocks_for(width: int, columns: int, device_kind: str) -> Blocks:
 
 
 class Static(NamedTuple):
-    """Static arguments: block sizes, whether scores have ALiBi, their cap, and whether the kernels are interpreted."""
+    """Static arguments: block sizes, whether scores have ALiBi and sinks, their cap, and whether the kernels are
+    interpreted."""
 
     blocks: Blocks
     alibi: bool
+    has_sinks: bool
     cap: float | None
     interpret: bool
 
@@ -71,9 +73,9 @@ class Static(NamedTuple):
 class Inputs(NamedTuple):
     """Arrays, their gradients, the specifications of their blocks, or references to blocks inside a kernel.
 
-    `scale` has one number, `slopes` one for each query head. `first` is the first key that each query sees, and `last`
-    the last query that sees each key, [B, S]. None where a kernel does not need it. `begin` has the position of the
-    first query, if queries are only a part of the sequence; None if they are all of it.
+    `scale` has one number, `slopes` and `sinks` one for each query head. `first` is the first key that each query sees,
+    and `last` the last query that sees each key, [B, S]. None where a kernel does not need it. `begin` has the position
+    of the first query, if queries are only a part of the sequence; None if they are all of it.
     """
 
     q: Any
@@ -81,6 +83,7 @@ class Inputs(NamedTuple):
     v: Any
     scale: Any
     slopes: Any
+    sinks: Any
     first: Any
     last: Any
     begin: Any
@@ -128,9 +131,10 @@ class Sizes(NamedTuple):
     def mixed_block(self, b: Any, h: Any, i: Any) -> tuple[Any, ...]:
         return b, i, h // self.parts, h % self.parts
 
-    def scalars(self, heads: int = 1) -> tuple[pl.BlockSpec, pl.BlockSpec]:
-        """Block specs of the scale, and of the slopes of this number of query heads."""
-        return pl.BlockSpec((1,), lambda i, h, b: (0,)), pl.BlockSpec((heads,), lambda i, h, b: (h // self.parts,))
+    def scalars(self, heads: int = 1) -> tuple[pl.BlockSpec, pl.BlockSpec, pl.BlockSpec]:
+        """Block specs of the scale, and of the slopes and sinks of this number of query heads."""
+        by_head = pl.BlockSpec((heads,), lambda i, h, b: (h // self.parts,))
+        return pl.BlockSpec((1,), lambda i, h, b: (0,)), by_head, by_head
 
     def by_query(self, inputs: Inputs, rows: int, turn: Any) -> Inputs:
         """Blocks of a kernel whose grid is (queries, parts of query heads, batch): queries by block, all keys."""
@@ -170,9 +174,9 @@ class Scores:
     """Base 2 scores, for the hardware's exponential, from products of queries and keys."""
 
     def __init__(self, static: Static, inputs: Inputs, head: Any = 0):
-        self._scale = inputs.scale[0] * _LOG2_E
-        self._slope = inputs.slopes[head] * _LOG2_E if static.alibi else None
-        self._cap = None if static.cap is None else static.cap * _LOG2_E
+        self._scale = inputs.scale[0] * LOG2_E
+        self._slope = inputs.slopes[head] * LOG2_E if static.alibi else None
+        self._cap = None if static.cap is None else static.cap * LOG2_E
 
     def __call__(self, products: jax.Array, query: Any, key: Any, first: jax.Array, masked: bool) -> jax.Array:
         """Scores [queries, keys], starting at the positions `query` and `key`."""
