@@ -15,7 +15,9 @@ from lmtrain.runtime.accelerators import Accelerator
 #
 # Each instruction reads its operands and writes its result once; a fusion counts as one instruction, since its
 # intermediate results stay in registers. If an array is only sliced, gathered from or updated in place, only the
-# accessed part counts. Caches are not modelled: a GPU, whose cache holds small arrays, may need less traffic.
+# accessed part counts. Caches are not modelled: a GPU, whose cache holds small arrays, may need less traffic. XLA:TPU
+# passes the arrays of an asynchronous collective through all fusions that overlap with it: they count where it starts
+# and ends.
 
 # Instructions without memory traffic, or whose traffic is that of the instructions inside.
 _NONE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "after-all",
@@ -56,13 +58,33 @@ def _operand(inside: Computation, name: str) -> float:
 
 def _fusion(module: Module, inside: Computation, op: HloInstruction) -> float:
     fused = module.computations[op.called("calls") or ""]
+    passed = _passed_through(fused)
     total = 0.0
     for number, name in enumerate(op.operands):
         complete = _operand(inside, name)
         parameter = fused.parameters.get(number)
-        if complete and parameter is not None:
+        if complete and parameter is not None and parameter.name not in passed:
             total += min(complete, _read(module, fused, parameter))
-    return total + _written(module, fused, op)
+    return total + _written(module, fused, op, passed)
+
+
+def _passed_through(fused: Computation) -> set[str]:
+    """Parameters and results of a fusion that belong to an asynchronous collective which it overlaps with or ends."""
+    root, calls = fused.root, {op.name: call_target(op) for op in fused.instructions}
+    if "AsyncCollectiveStart" in calls.values():
+        return set()
+
+    def users(name: str) -> set[str]:
+        """Those that compute with a value; the results of a fusion are a tuple."""
+        found = {op.name for op in fused.instructions if name in op.operands}
+        return found - {root.name} if root.opcode == "tuple" else found
+
+    ends = {name for name, target in calls.items() if target == "AsyncCollectiveDone"}
+    collectives = {op.name for op in fused.instructions if op.opcode in KINDS and users(op.name) <= ends} - {root.name}
+    if not collectives:
+        return set()
+    parameters = {op.name for op in fused.parameters.values() if users(op.name) <= collectives | ends}
+    return parameters | {name for name in collectives if not users(name)}
 
 
 def _read(module: Module, fused: Computation, parameter: HloInstruction) -> float:
@@ -130,13 +152,13 @@ def _source(fused: Computation, name: str) -> HloInstruction:
     return op
 
 
-def _written(module: Module, fused: Computation, op: HloInstruction) -> float:
-    """Bytes that a fusion writes: its results, or the parts of them that it updates."""
+def _written(module: Module, fused: Computation, op: HloInstruction, passed: set[str]) -> float:
+    """Bytes that a fusion writes: its results, or the parts of them that it updates, but for those that it `passed`."""
     updated = _updated_in_place(module, fused)
     return sum(
         min(updated.get(_source(fused, name).name, shape.bytes), shape.bytes)
         for name, shape in zip(_results(fused), op.shapes, strict=False)
-        if not shape.space
+        if not shape.space and name not in passed
     )
 
 

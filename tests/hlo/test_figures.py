@@ -28,6 +28,22 @@ def test_a_batched_product_written_as_a_convolution_counts_positions_inside_only
     assert measure(TPU, FOUR).flops == 3 * (2 * 8 * 8 * 16)
 
 
+def test_an_asynchronous_collective_counts_where_it_starts_and_ends():
+    """Not in the fusion of the product that overlaps with it, although its arrays pass through that."""
+    start, during, end, scattered = 2 * 4 * 8 * 2, 4 * 3 * (2 * 8 * 16 + 8 * 8), 16 * 8 * 2, 4 * 64 * (16 + 4)
+    assert measure(TPU, FOUR).hbm_bytes == start + during + end + scattered
+    passed = TPU.replace("ROOT %batched =", "%batched =").replace(
+        "lhs_dilate=3}, dim_labels=0bf_0io->0bf\n",
+        "lhs_dilate=3}, dim_labels=0bf_0io->0bf\n"
+        "  ROOT %all = (f32[3,8,8]{2,1,0}, bf16[4,8]{1,0}, bf16[16,8]{1,0}) tuple(%batched, %w, %all-gather.2)\n",
+    ).replace(
+        "%during = f32[3,8,8]{2,1,0:T(8,128)} fusion",
+        "%during = (f32[3,8,8]{2,1,0}, bf16[4,8]{1,0}, bf16[16,8]{1,0}) fusion",
+    )  # fmt: skip
+    assert passed != TPU
+    assert measure(passed, FOUR).hbm_bytes == measure(TPU, FOUR).hbm_bytes
+
+
 @pytest.mark.parametrize(
     ("function", "shapes"),
     [
