@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from lmtrain.models.attention.kernel import Choice, before_ampere
+from lmtrain.models.attention.kernel import Choice, before_ampere, missing_in_jax
 from lmtrain.models.gated_delta.config import CHUNK, SCOPE, GatedDeltaConfig
 from lmtrain.sharding.local import device_kind, dividing, num_parts, per_device, platform, split_over
 
@@ -36,8 +36,9 @@ def choose_delta(platform: str, device_kind: str, is_split: bool, dtype: Any, co
         return Choice("chunks", f"the kernels have no heads of keys wider than {keys}, of values wider than {values}")
     if jnp.dtype(dtype).itemsize != 2:
         return Choice("chunks", "the kernels have no 32-bit computation (trainer.mp)")
-    if reason := before_ampere(device_kind):
-        return Choice("chunks", f"the kernels need another device: triton {reason}")
+    missing = missing_in_jax("jax.experimental.pallas.triton", "the Triton backend of Pallas")
+    if reason := before_ampere(device_kind) or missing:
+        return Choice("chunks", f"triton {reason}")
     return Choice("triton", "fastest on this device")
 
 

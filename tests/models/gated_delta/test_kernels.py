@@ -112,7 +112,7 @@ def test_the_inverse_of_16_bit_products_is_about_as_exact_as_its_rounding(streng
     assert error <= 2 * rounding
 
 
-def test_the_kernel_of_a_device_is_chosen():
+def test_the_kernel_of_a_device_is_chosen(monkeypatch):
     def name(platform, kind, is_split=False, dtype="bfloat16", **sizes):
         return devices.choose_delta(platform, kind, is_split, dtype, GatedDeltaConfig(**sizes)).name
 
@@ -121,3 +121,6 @@ def test_the_kernel_of_a_device_is_chosen():
     assert {name("gpu", "Tesla T4"), name("gpu", "H100", dtype="float32"), name("gpu", "H100", value_head_dim=512)} == {
         "chunks"
     }
+    monkeypatch.setattr("importlib.util.find_spec", lambda module: None)  # as if JAX had removed the backend
+    choice = devices.choose_delta("gpu", "NVIDIA H100", False, "bfloat16", GatedDeltaConfig())
+    assert (choice.name, "the Triton backend of Pallas" in choice.reason) == ("chunks", True)
