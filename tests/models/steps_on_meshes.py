@@ -55,6 +55,7 @@ MODELS = {
     "hybrid with triton": (families.hybrid_model(**QUICK), {n: SPLIT[n] for n in TENSORS}, TENSORS, {}),
     "hybrid over positions with triton": (families.hybrid_model(2, **QUICK), POSITIONS, POSITIONS, {}),
     "mixed": (MIXED, EXPERTS, ["fsdp and experts"], {}),
+    "biased": (families.moe_model(2, {"biases": True, "gate_limit": 0.5}, **QUICK), EXPERTS, EXPERTS, {}),
     "dense": (DENSE, {"one": MESHES["one"]}, MESHES, {}),
     "dense in fp8": (DENSE, SPLIT, SPLIT, FP8),
     "dense in int8": (DENSE, {name: MESHES[name] for name in ("one", "fsdp")}, MESHES, INT8),

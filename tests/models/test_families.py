@@ -39,6 +39,7 @@ METRICS = {
     "hybrid": "train/loss",
     "mixed": "moe/balance_loss/layers",
 }
+MORE_METRICS = METRICS | {"biased": "moe/balance_loss/layers"}
 
 
 @pytest.mark.parametrize(
@@ -46,8 +47,8 @@ METRICS = {
     [
         *(("suite", *case) for case in METRICS.items()),
         *(
-            pytest.param("more", model, METRICS[model.partition(" ")[0]], marks=pytest.mark.long)
-            for model in (*HYBRIDS, "mixed")
+            pytest.param("more", model, MORE_METRICS[model.partition(" ")[0]], marks=pytest.mark.long)
+            for model in (*HYBRIDS, "mixed", "biased")
         ),
         *(
             pytest.param("release", model, METRICS[model], marks=[pytest.mark.long, pytest.mark.release])

@@ -346,6 +346,8 @@ class LlamaConfig(BaseModelConfig):
             found.setdefault("optimizer.qk_clip", "would scale gates with queries (model.attention_gate); set qk_norm")
         if self.attention_sinks:
             found["transfer"] = "model.attention_sinks has no transfer rule; remove one"
+        if self.moe is not None and self.moe.biases:
+            found["transfer"] = "model.moe.biases has no transfer rule; remove one"
         lacking = "linear layers" if self.linear_attention else "experts" if self.moe else ""
         if lacking:
             found["optimizer.type"] = f"sophia-h needs second derivatives, which {lacking} lack; use sophia-g"

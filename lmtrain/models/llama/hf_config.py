@@ -49,6 +49,17 @@ def expert_rows(config: LlamaConfig, layer: str) -> list[Row]:
         )
         for ours, theirs in zip(("gate", "up", "down"), names.matrices, strict=True)
     ]
+    if config.moe.biases:
+        rows.append(Row("blocks/moe/router/bias", f"{prefix}.gate.bias", layers=layers))
+        rows += [
+            Row(
+                f"blocks/moe/experts/{ours}/bias",
+                f"{prefix}.experts.{{expert}}.{theirs}.bias",
+                layers=layers,
+                factor=factors.get(ours, 1.0),
+            )
+            for ours, theirs in zip(("gate", "up", "down"), names.matrices, strict=True)
+        ]
     if config.moe.shared_experts:
         rows += [
             Row(

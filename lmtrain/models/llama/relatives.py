@@ -338,6 +338,8 @@ def _expert_differences(config: LlamaConfig, experts: HfExperts | None) -> set[s
         "moe.shared_experts": (moe.shared_experts > 0) != experts.has_shared,
         "moe.shared_gate": moe.shared_gate != experts.has_shared,
         "moe.bias_update_rate": moe.bias_update_rate is not None,
+        "moe.biases": moe.biases,
+        "moe.gate_limit": moe.gate_limit is not None,
         "layer_pattern": not experts.can_be_mixed and len(config.expert_layers) < config.num_layers,
     }
     return {name for name, differs in lacking.items() if differs}

@@ -35,6 +35,13 @@ class MoeConfig(Sizes):
     shared_gate: bool = architecture(
         False, description="Multiply the output of the shared experts by the sigmoid of a projection (Qwen3-Next)"
     )
+    biases: bool = architecture(False, description="Add biases to the router and the experts (gpt-oss)")
+    gate_limit: float | None = architecture(
+        None,
+        gt=0,
+        description="Limit c of gates g and other hidden units u of experts: with g at most c, and u between -c and c, "
+        "g * sigmoid(1.702 g) * (u + 1) (gpt-oss: 7); null: activation_function(g) * u",
+    )
     aux_loss: float = identity(
         0.01,
         ge=0,
@@ -60,6 +67,9 @@ class MoeConfig(Sizes):
             )
         if self.shared_gate and not self.shared_experts:
             raise field_error("shared_gate", "there are no shared experts; set shared_experts, or remove it")
+        for name in ("biases", "gate_limit"):
+            if getattr(self, name) and self.shared_experts:
+                raise field_error(name, "shared experts have none; remove it, or shared_experts")
         if self.router == "topk_softmax" and not self.normalize:
             raise field_error("normalize", "router topk_softmax has weights with the sum 1; remove it")
         return self
@@ -67,7 +77,7 @@ class MoeConfig(Sizes):
     def meaning(self) -> dict[str, Any]:
         """The settings that define the meaning of weights in a file, which contain `routed_scaling_factor`."""
         names = {"num_experts", "experts_per_token", "router", "normalize", "shared_experts", "shared_gate"}
-        values = self.model_dump(include=names)
+        values = self.model_dump(include=names | {"biases", "gate_limit"})
         if values["router"] == "softmax_topk" and self.normalize:  # the same function
             values["router"] = "topk_softmax"
         return values | {"has_bias": self.bias_update_rate is not None}

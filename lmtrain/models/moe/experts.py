@@ -116,31 +116,51 @@ _PER_MEAN, _MULTIPLE = 1.25, 128
 EXPERTS_SCOPE, ROUNDS = "sparse_experts", "rounds_of_experts"
 
 
+class Gate(NamedTuple):
+    """The hidden units of experts from their two products: activation(gate) * up, or with a `limit` c, gate <= c and
+    -c <= up <= c, gate * sigmoid(1.702 gate) * (up + 1) (gpt-oss)."""
+
+    activation: str
+    limit: float | None = None
+
+    def __call__(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+        if self.limit is None:
+            return ACTIVATIONS[self.activation](gate) * up
+        gate, up = jnp.minimum(gate, self.limit), jnp.clip(up, -self.limit, self.limit)
+        return gate * jax.nn.sigmoid(_SLOPE * gate) * (up + 1)
+
+
+_SLOPE = 1.702
+
+
 class Matrices(NamedTuple):
-    """The matrices of experts: gate and up [E, D, F], down [E, F, D]; or their 8-bit copies (`Quantized`), or None."""
+    """The matrices of experts: gate and up [E, D, F], down [E, F, D]; or their biases [E, F] and [E, D], or 8-bit
+    copies (`Quantized`), or None."""
 
     gate: Any
     up: Any
     down: Any
 
 
-_NO_COPIES = Matrices(None, None, None)
+_NONE = Matrices(None, None, None)
 
 
 class Experts(nn.Module):
-    """down(activation(gate(x)) * up(x)) of each selected expert, added with the router's weights."""
+    """down(hidden(gate(x), up(x))) of each selected expert, added with the router's weights."""
 
     num_experts: int
     embed: int
     width: int
-    activation: str
+    hidden: Gate
     kernel_init: Initializer
+    has_biases: bool = False
 
     def setup(self) -> None:
         embed, width = ("expert_embed", self.embed), ("expert_mlp", self.width)
         experts = ("expert", self.num_experts)
-        self.gate, self.up = (ExpertMatrices((experts, embed, width), self.kernel_init) for _ in range(2))
-        self.down = ExpertMatrices((experts, width, embed), self.kernel_init)
+        how = self.kernel_init, self.has_biases
+        self.gate, self.up = (ExpertMatrices((experts, embed, width), *how) for _ in range(2))
+        self.down = ExpertMatrices((experts, width, embed), *how)
 
     def __call__(self, x_BSD: jax.Array, experts_BSK: jax.Array, weights_BSK: jax.Array) -> jax.Array:
         modules = Matrices(self.gate, self.up, self.down)
@@ -148,16 +168,21 @@ class Experts(nn.Module):
         if self.is_initializing():
             return x_BSD
         copies = Matrices(*(module.quantized() for module in modules))
-        return apply_experts(x_BSD, experts_BSK, weights_BSK, matrices, self.activation, copies)
+        biases = Matrices(*(module.bias for module in modules)) if self.has_biases else _NONE
+        return apply_experts(x_BSD, experts_BSK, weights_BSK, matrices, self.hidden, copies, biases)
 
 
 class ExpertMatrices(nn.Module):
-    """A matrix of each expert, `kernel` [E, inputs, outputs]."""
+    """A matrix of each expert, `kernel` [E, inputs, outputs], and a `bias` [E, outputs]."""
 
     dims: tuple[tuple[str, int], ...]
     kernel_init: Initializer
+    has_bias: bool
 
     def setup(self) -> None:
+        if self.has_bias:
+            dims = self.dims[0], self.dims[2]
+            self.bias = self.param("bias", declare(nn.initializers.zeros, dims), sizes(dims), jnp.float32)
         self.kernel = self.param(KERNEL, declare(self.kernel_init, self.dims), sizes(self.dims), jnp.float32)
 
     def __call__(self) -> jax.Array:
@@ -176,8 +201,9 @@ def apply_experts(
     experts_BSK: jax.Array,
     weights_BSK: jax.Array,
     matrices: Matrices,
-    activation: str,
-    copies: Matrices = _NO_COPIES,
+    hidden: Gate,
+    copies: Matrices = _NONE,
+    biases: Matrices = _NONE,
 ) -> jax.Array:
     """The weighted sum of each token's experts, [B, S, D]; with `copies`, products are in 8 bits."""
     split = _Split.of(*x_BSD.shape[:2])
@@ -188,9 +214,13 @@ def apply_experts(
         return Matrices(gate, up, gather(gather(local.down, split.embed, 2), split.width, 1))
 
     def on_device(
-        x: jax.Array, experts: jax.Array, weights: jax.Array, matrices: Matrices, copies: Matrices
+        x: jax.Array, experts: jax.Array, weights: jax.Array, matrices: Matrices, copies: Matrices, biases: Matrices
     ) -> jax.Array:
         matrices = joined(matrices)
+        if biases.down is not None:
+            gate, up = (gather(bias, split.width, 1) for bias in biases[:2])
+            is_first = jax.lax.axis_index(split.tensor) == 0 if split.tensor else True  # of those whose sum is taken
+            biases = Matrices(gate, up, jnp.where(is_first, gather(biases.down, split.embed, 1), 0))
         if copies.gate is not None:
             values = joined(Matrices(*(copy.values for copy in copies)))
             copies = Matrices(*(Quantized(v, copy.scale) for v, copy in zip(values, copies, strict=True)))
@@ -201,7 +231,7 @@ def apply_experts(
         x, experts, weights = (a.reshape(-1, a.shape[-1]) for a in (x, experts, weights))
         if split.over_experts:
             experts = experts - jax.lax.axis_index(split.over_experts) * len(matrices.gate)
-        y = _of_tokens(x, experts, weights, matrices, activation, num_parts(split.over_experts), copies)
+        y = _of_tokens(x, experts, weights, matrices, biases, hidden, num_parts(split.over_experts), copies)
         y = y.reshape(shape)
         if split.sum_over:
             y = jax.lax.psum(y, split.sum_over)
@@ -215,9 +245,13 @@ def apply_experts(
     of_copies = Matrices(
         *(None if copy is None else Quantized(spec, PartitionSpec()) for spec, copy in zip(specs, copies, strict=True))
     )
-    mapped = per_device(on_device, (by_token, by_token, by_token, specs, of_copies), by_token)
+    of_biases = _NONE
+    if biases.down is not None:
+        of_hidden = PartitionSpec(split.over_experts, width)
+        of_biases = Matrices(of_hidden, of_hidden, PartitionSpec(split.over_experts, embed))
+    mapped = per_device(on_device, (by_token, by_token, by_token, specs, of_copies, of_biases), by_token)
     with jax.named_scope(EXPERTS_SCOPE):
-        y: jax.Array = mapped(x_BSD, experts_BSK, weights_BSK, matrices, copies)
+        y: jax.Array = mapped(x_BSD, experts_BSK, weights_BSK, matrices, copies, biases)
     return y
 
 
@@ -270,16 +304,27 @@ def _of_tokens(
     experts_TK: jax.Array,
     weights_TK: jax.Array,
     matrices: Matrices,
-    activation: str,
+    biases: Matrices,
+    hidden: Gate,
     parts: int,
-    copies: Matrices = _NO_COPIES,
+    copies: Matrices = _NONE,
 ) -> jax.Array:
     """The results of this device's experts, of `parts` times as many, for tokens that it has, [T, D]."""
-    rows = sort_by_expert(experts_TK, len(matrices.gate))
-    of_rows = functools.partial(_of_rows, activation=activation)
-    if parts == 1:
-        return of_rows(x_TD, weights_TK, matrices, rows, copies)
-    return _in_rounds(of_rows, rows_of_round(experts_TK.size, parts), x_TD, weights_TK, matrices, rows, copies)
+    number = len(matrices.gate)
+    rows = sort_by_expert(experts_TK, number)
+    of_rows = functools.partial(_of_rows, hidden=hidden)
+    arrays = x_TD, weights_TK, matrices, biases._replace(down=None), rows, copies
+    y = of_rows(*arrays) if parts == 1 else _in_rounds(of_rows, rows_of_round(experts_TK.size, parts), *arrays)
+    if biases.down is None:
+        return y
+    # by tokens, of which there are fewer than rows
+    of_experts = jnp.where(experts_TK[..., None] == jnp.arange(number), weights_TK[..., None], 0).sum(1)
+    return (y + _selected(of_experts.astype(x_TD.dtype), biases.down)).astype(x_TD.dtype)
+
+
+def _selected(weights_RE: jax.Array, bias_EF: jax.Array) -> jax.Array:
+    """The weighted sums of experts' biases, float32 [R, F]. A product: its gradient adds in a fixed order."""
+    return jnp.matmul(weights_RE, bias_EF.astype(weights_RE.dtype), preferred_element_type=jnp.float32)
 
 
 def rows_of_round(rows: int, parts: int) -> int:
@@ -288,17 +333,28 @@ def rows_of_round(rows: int, parts: int) -> int:
 
 
 def _of_rows(
-    x_TD: jax.Array, weights_TK: jax.Array, matrices: Matrices, rows: Rows, copies: Matrices, activation: str
+    x_TD: jax.Array,
+    weights_TK: jax.Array,
+    matrices: Matrices,
+    biases: Matrices,
+    rows: Rows,
+    copies: Matrices,
+    hidden: Gate,
 ) -> jax.Array:
-    """The weighted sums of these rows, [T, D]. Weights multiply hidden units, so that no gradient needs the outputs."""
+    """The weighted sums of these rows, [T, D], without the bias of the outputs. Weights multiply hidden units, so that
+    no gradient needs the outputs."""
     x = to_rows(x_TD, rows)
     gate, up = (
-        checkpoint_name(grouped(x, matrix, rows.sizes, copy), SAVED_EXPERTS)
+        checkpoint_name(grouped(x, matrix, rows.sizes, copy), SAVED_EXPERTS).astype(jnp.float32)
         for matrix, copy in zip(matrices[:2], copies[:2], strict=True)
     )
-    hidden = ACTIVATIONS[activation](gate.astype(jnp.float32)) * up.astype(jnp.float32)
-    hidden = (hidden * weights_of_rows(weights_TK, rows)[:, None]).astype(x.dtype)
-    return sum_of_rows(grouped(hidden, matrices.down, rows.sizes, copies.down), rows)
+    if biases.gate is not None:
+        ends = jnp.cumsum(rows.sizes)
+        at = jnp.arange(len(x))[:, None]
+        is_of = ((at < ends) & (at >= ends - rows.sizes)).astype(x.dtype)
+        gate, up = gate + _selected(is_of, biases.gate), up + _selected(is_of, biases.up)
+    units = (hidden(gate, up) * weights_of_rows(weights_TK, rows)[:, None]).astype(x.dtype)
+    return sum_of_rows(grouped(units, matrices.down, rows.sizes, copies.down), rows)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -308,6 +364,7 @@ def _in_rounds(
     x_TD: jax.Array,
     weights_TK: jax.Array,
     matrices: Matrices,
+    biases: Matrices,
     rows: Rows,
     copies: Matrices,
 ) -> jax.Array:
@@ -316,7 +373,7 @@ def _in_rounds(
 
     def add(number: jax.Array, total: jax.Array) -> jax.Array:
         part = part_of(rows, number * length, length)
-        return total + of_rows(x_TD, weights_TK, matrices, part, copies).astype(jnp.float32)
+        return total + of_rows(x_TD, weights_TK, matrices, biases, part, copies).astype(jnp.float32)
 
     zeros = jnp.zeros(x_TD.shape, jnp.float32)
     with jax.named_scope(ROUNDS):

@@ -17,7 +17,7 @@ from lmtrain.models.layers.linear import Linear, declare, sizes
 from lmtrain.models.layers.mlp import Mlp
 from lmtrain.models.layers.remat import ROUTED
 from lmtrain.models.moe.config import MoeConfig
-from lmtrain.models.moe.experts import Experts
+from lmtrain.models.moe.experts import Experts, Gate
 from lmtrain.models.moe.load import BIAS, add_load
 from lmtrain.models.params import AUXILIARY, add_auxiliary
 from lmtrain.sharding.placement import constrain
@@ -34,6 +34,10 @@ from lmtrain.sharding.placement import constrain
 
 # Added to the sum that divides sigmoids, as in DeepSeek-V3.
 _EPSILON = 1e-20
+
+
+# Name of the parameter of a router that is added to its scores.
+SCORE_BIAS = "bias"
 
 
 def score(x_BSD: jax.Array, kernel_DE: jax.Array) -> jax.Array:
@@ -80,15 +84,19 @@ class Router(nn.Module):
     def setup(self) -> None:
         dims = (("embed", self.embed), ("router", self.config.num_experts))
         self.kernel = self.param("kernel", declare(self.kernel_init, dims), sizes(dims), jnp.float32)
+        zeros = declare(nn.initializers.zeros, dims[1:])
         if self.config.bias_update_rate is not None:
-            zeros = declare(nn.initializers.zeros, dims[1:])
             self.bias = self.param(BIAS, zeros, (self.config.num_experts,), jnp.float32)
+        if self.config.biases:
+            self.score_bias = self.param(SCORE_BIAS, zeros, (self.config.num_experts,), jnp.float32)
 
     def __call__(self, x_BSD: jax.Array, used_BS: jax.Array | None) -> tuple[jax.Array, jax.Array]:
         """The selected experts [B, S, K], int32, and their weights, float32. `used_BS`: see `Documents`."""
         c = self.config
         kernel = constrain(self.kernel, None, None)
         scores = score(x_BSD, kernel)
+        if c.biases:
+            scores += self.score_bias.astype(jnp.float32)
         scores = constrain(scores, "act_batch", "act_stream", None)
         values = {
             "softmax_topk": lambda: jax.nn.softmax(scores),
@@ -142,7 +150,8 @@ class Moe(nn.Module):
         c = self.config
         init = self.kernel_init
         self.router = Router(c, self.embed, init)
-        self.experts = Experts(c.num_experts, self.embed, self.width, self.activation, init)
+        gate = Gate(self.activation, c.gate_limit)
+        self.experts = Experts(c.num_experts, self.embed, self.width, gate, init, c.biases)
         if c.shared_experts:
             width = c.shared_experts * self.width
             self.shared = Mlp(self.embed, width, self.activation, init, init, False, is_gated=True)
