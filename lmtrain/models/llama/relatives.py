@@ -236,7 +236,7 @@ RELATIVES = {
 
 # Model types that users look for, and what lmtrain lacks for them.
 UNSUPPORTED = {
-    "gpt_oss": "attention sinks, and experts with biases and clamped gates",
+    "gpt_oss": "the weights of all experts in one tensor, in 4 bits (MXFP4)",
     "deepseek_v2": "latent attention (MLA)",
     "deepseek_v3": "latent attention (MLA)",
     "granitemoe": "multipliers of embeddings, attention, residuals and logits",
