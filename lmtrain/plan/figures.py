@@ -39,6 +39,7 @@ def describe(program: Program, accelerator: Accelerator | None) -> dict[str, Any
         "replicas": _describe_replicas(program),
         "attention": program.attention.name,
         "attention_reason": program.attention.reason,
+        "linear": f"{program.linear.name} ({program.linear.reason})" if program.linear else None,
         "batches": {str(batch): parts for batch, parts in program.batching.num_microbatches.items()},
         "eval_batch": program.batching.eval_batch,
         "batch_shards": program.layout.num_batch_shards,

@@ -90,6 +90,8 @@ def model_lines(program: Mapping[str, Any], device: str, vocabulary: str) -> Ite
     if program["replicas"]:
         yield f"replicas    {program['replicas']}"
     yield f"attention   {program['attention']} ({program['attention_reason']})"
+    if program["linear"]:
+        yield f"linear      {program['linear']}"
     if experts := program["experts"]:
         yield (
             f"experts     {experts['per_token']} of {experts['number']} per token, {experts['kernel']} "

@@ -112,6 +112,8 @@ class Ladder:
 def build_ladder(loaded: LoadedConfig[LadderConfig], base: LoadedConfig[RunConfig], vocab_size: int) -> Ladder:
     """The ladder of a file, with the config that it names. Raises `UserError` for a config that has no ladder."""
     _check_base(loaded.path, base.config)
+    if loaded.config.transfer and (reason := base.config.model.obstacles.get("transfer")):
+        raise UserError(f"{loaded.path}: transfer: {reason.removesuffix('; remove one')}; set transfer: false")
     ladder = Ladder(
         name=loaded.stem, path=loaded.path, config=loaded.config, base=base, vocab_size=vocab_size, sizes=()
     )

@@ -97,6 +97,14 @@ def test_without_transfer_each_size_has_its_own_learning_rate(make):
     assert best_rates(ladder, losses) == [0.02, 0.02, 0.01, 0.01]
 
 
+def test_a_model_without_transfer_needs_a_ladder_without(tmp_path):
+    linear = {"layer_pattern": ["linear"], "linear_attention": {"num_key_heads": 2, "num_value_heads": 2}}
+    base = BASE | {"model": BASE["model"] | linear, "trainer": BASE["trainer"] | dirs(tmp_path)}
+    with pytest.raises(UserError, match=r"ladder\.yaml: transfer: .*linear.*transfer: false"):
+        read_ladder(write_ladder(tmp_path, base), None)
+    read_ladder(write_ladder(tmp_path, base, transfer=False), None)
+
+
 def test_settings_grow_with_tokens(make):
     ladder = make(schedule="cosine", growth={"batch_size": 0.5, "learning_rate": 0.25, "weight_decay": -0.5})
     runs = points(ladder, [1e-2] * 4)

@@ -173,6 +173,11 @@ class LlamaConfig(BaseModelConfig):
             )
         if self.linear_attention is not None and not has_linear:
             raise field_error("linear_attention", "no layer of layer_pattern is linear; remove it, or add such layers")
+        if all(kind.attention == "linear" for kind in self.pattern):
+            unused = {"attention_sinks": False, "attention_logit_cap": None, "use_qkv_bias": False}
+            for name, neutral in unused.items():
+                if getattr(self, name) != neutral:
+                    raise field_error(name, "no layer of layer_pattern has attention; remove it, or add such layers")
         rotated = {kind.attention for kind in self.pattern if kind.rope and kind.attention != "linear"}
         if self.rope.local_theta is not None and "sliding" not in rotated:
             raise field_error("rope", "local_theta is for sliding layers with RoPE, which layer_pattern does not have")

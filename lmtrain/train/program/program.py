@@ -70,8 +70,9 @@ class Program:
     """The program of a run. `abstract` and `shardings` are the state's shapes and shardings.
 
     `train_step` is compiled at its first call. `platform` of the devices: cpu, gpu or tpu. `attention` is the kernel's
-    name and the reason for the choice, `replicas` the number of replicas over slices and the reason, `products` the
-    kernel of experts (None without), `expert_parts` the number of devices that split them. `factors` of the transfer
+    name and the reason for the choice, `replicas` the number of replicas over slices and the reason, `linear` and
+    `products` the kernels of linear layers and of experts (None without), `expert_parts` the number of devices that
+    split them. `factors` of the transfer
     between sizes: trees like the parameters, see `lmtrain/transfer/factors.py`; None without. `frozen` are the models
     that are not trained, by name; `teacher` that of a distillation, None without.
     """
@@ -88,6 +89,7 @@ class Program:
     platform: str
     attention: Choice
     replicas: Replicas
+    linear: Choice | None
     products: Choice | None
     expert_parts: ExpertParts
     factors: Mapping[str, Any] | None
@@ -341,6 +343,7 @@ def build_program(
         platform=platform,
         attention=attention,
         replicas=replicas,
+        linear=linear,
         products=products,
         expert_parts=expert_parts,
         factors=factors,

@@ -129,6 +129,8 @@ LINEAR = {"layer_pattern": ["linear", "full"], "linear_attention": {"num_key_hea
         ({"linear_attention": {}}, "linear_attention"),
         (LINEAR | {"linear_attention": {"num_key_heads": 3, "num_value_heads": 4}}, "num_key_heads"),
         (LINEAR | {"layer_pattern": [{"attention": "linear", "rope": False}]}, "rope"),
+        (LINEAR | {"layer_pattern": ["linear"], "attention_sinks": True}, "has attention"),
+        (LINEAR | {"layer_pattern": ["linear"], "attention_logit_cap": 5.0}, "has attention"),
     ],
 )
 def test_settings_that_do_not_fit_are_errors(settings, named):

@@ -35,6 +35,13 @@ def test_flops_per_token_are_those_of_lmtrain_plan(program):
     assert work.flops_per_token * 4 * 64 == pytest.approx(float(per_step), rel=1e-2)
 
 
+def test_linear_layers_have_a_line():
+    model = {"type": "llama", "hidden_dim": 32, "num_heads": 2, "num_layers": 2, "seq_len": 64, "linear_attention": {}}
+    config = RunConfig(model=model | {"layer_pattern": ["linear", "full"]}, trainer={"train_batch_size": 4})
+    lines = list(model_lines(describe(build_program(config, 100), None), "here", ""))
+    assert [line.split()[1] for line in lines if line.startswith("linear ")] == ["chunks"]
+
+
 def test_flops_per_token_are_those_of_the_matrix_products_forward_and_twice_backward(program):
     """Computed by hand: qkv, out, up and down of each layer, the two attention products, and the head."""
     work = model_flops(program)
