@@ -53,8 +53,9 @@ def outputs_and_gradients(monkeypatch, kernel, layer, params, x, documents, numb
     return jax.tree.map(lambda *each: np.stack([np.float32(one) for one in each]), *gradients), outputs[0]
 
 
-def setup(sizes, dtype=jnp.float32):
-    layer, x = layer_of(**sizes), jnp.asarray(RNG.normal(size=(3, LENGTH, 16)), dtype)
+def setup(sizes):
+    # the same values in every order of tests: the last bit of x moves gradients of decays by 2e-5 of the largest
+    layer, x = layer_of(**sizes), jnp.asarray(np.random.default_rng(0).normal(size=(3, LENGTH, 16)), jnp.float32)
     abstract = jax.eval_shape(layer.init, jax.random.key(0), x, 0, True, Documents())
     return layer, nn.meta.unbox(quick.random_like(abstract, 0.5)), x
 
