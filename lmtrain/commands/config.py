@@ -1,5 +1,6 @@
 """`lmtrain config check|show|schema`: validate a config, print it resolved, or print its JSON Schema."""
 
+import importlib
 import json
 import sys
 
@@ -30,6 +31,7 @@ def _check(argv: list[str]) -> int:
     _, run = parse_run(Parser("config check", "Validate a config without running anything."), argv)
     require_secrets(run.loaded, trains=True)
     check_evaluation(run.config, may_validate(run.config) and run.config.trainer.evaluates)
+    _check_export(run.config)
     for path, text in without_effect(run.config).items():
         origin = run.loaded.tree.origin_of(path)
         place = f"{origin}: " if origin is not None and origin.line is not None else ""
@@ -38,6 +40,14 @@ def _check(argv: list[str]) -> int:
         print("note: data.train_urls: no text for training, which `lmtrain train` requires", file=sys.stderr)
     print(f"{redact(run.loaded.path)}: ok, run id {run.id}")
     return 0
+
+
+def _check_export(config: RunConfig) -> None:
+    """Raise `UserError` if the run exports a model that transformers does not have; a model from there it has."""
+    exports = config.hf_save_path is not None or config.hf_upload is not None
+    if exports and config.lora is None and not config.use_hf_model_config:
+        family = importlib.import_module(f"lmtrain.models.{config.model.type}.hf")  # without JAX, as this command
+        family.to_hf_config(config.model, 1, None, None)
 
 
 def _show(argv: list[str]) -> int:

@@ -35,6 +35,15 @@ def test_check_notes_settings_without_effect_and_refuses_what_a_start_would(sett
         config.run(["check", "tiny.yaml", "--trainer.sample_prompts", "[a]", "--trainer.sample_length", "9999"])
 
 
+def test_check_refuses_to_export_what_transformers_does_not_have(settings, write_config):
+    model = {"type": "llama", "hidden_dim": 16, "num_heads": 2, "num_layers": 2, "attention_sinks": True}
+    write_config(settings | {"model": model})
+    assert config.run(["check", "tiny.yaml"]) == 0
+    with pytest.raises(UserError, match="attention_sinks"):
+        config.run(["check", "tiny.yaml", "--hf_save_path", "exports", "--hf_save_steps", "2"])
+    assert os.listdir() == ["tiny.yaml"]
+
+
 def test_show_prints_the_origin_of_each_value(capsys):
     config.run(["show", "tiny.yaml", "--model.num_layers", "3", "--trainer.checkpointer.save_interval", "90m"])
     out = capsys.readouterr().out
