@@ -71,8 +71,8 @@ def inverses_of(matrices: list[jax.Array], dtype: Any, has_slices: bool = True) 
     that the matrix units would idle with one alone. `has_slices`: the compiler of the kernel can cut out rows.
 
     With 16-bit `dtype` the products have 16-bit operands, and the result T is corrected: with R = I - (I + a) T, whose
-    product has three times 16 bits, it is T (I + R + R^2). Its error is at most about that of rounding it to 16 bits,
-    also for equal keys with strengths of 2; every product in three parts would take twice as long.
+    product has three times 16 bits, it is T (I + R + R^2). Its error is on average at most about that of rounding it
+    to 16 bits, also for equal keys with strengths of 2; every product in three parts would take twice as long.
     """
     size = len(matrices[0])
     i, j = (jax.lax.broadcasted_iota(jnp.int32, (size, size), axis) for axis in (0, 1))
