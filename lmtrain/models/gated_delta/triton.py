@@ -152,8 +152,8 @@ class _Blocks:
     def like_values(self) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((self.batch, self.length, self.heads, self.values), self.dtype)
 
-    def like_rows(self, *more: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((self.batch, self.heads, self.length, *more), jnp.float32)
+    def like_rows(self) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((self.batch, self.heads, self.length), jnp.float32)
 
     def like_states(self) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((self.batch, self.heads, self.chunks, self.width, self.values), self.dtype)

@@ -173,6 +173,9 @@ class LlamaConfig(BaseModelConfig):
             )
         if self.linear_attention is not None and not has_linear:
             raise field_error("linear_attention", "no layer of layer_pattern is linear; remove it, or add such layers")
+        is_unused = self.moe is not None and self.moe.gate_limit is not None and not self.dense_layers
+        if is_unused and self.activation_function != "silu":
+            raise field_error("activation_function", "moe.gate_limit replaces it in all layers; remove one of them")
         if all(kind.attention == "linear" for kind in self.pattern):
             unused = {"attention_sinks": False, "attention_logit_cap": None, "use_qkv_bias": False}
             for name, neutral in unused.items():

@@ -63,6 +63,7 @@ def test_norm_of_embeddings_bias_and_cap_of_the_head():
     ("settings", "named"),
     [
         ({"final_logit_cap_type": "rsqrt"}, "without final_logit_cap"),
+        ({"moe": {"gate_limit": 7.0}, "activation_function": "gelu"}, "gate_limit"),
         ({"rope": {"partial_rotary_factor": 0.3}}, "partial_rotary_factor"),
     ],
 )
