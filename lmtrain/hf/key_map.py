@@ -26,7 +26,7 @@ class Row:
     in every file and every run. `has_middle`: their matrix has a dimension of 1 between its two, as the kernel of a
     depthwise convolution in torch.
 
-    Rows with equal `theirs` are joined in their order by the first dimension of their tensor; with `groups`, each has
+    Rows with equal `theirs` are joined in their order by a dimension of their tensor, `axis`; with `groups`, each has
     that many equal parts, and the tensor has the first parts of all rows, then the second ones.
     """
 
@@ -43,6 +43,7 @@ class Row:
     also: str | None = None
     has_middle: bool = False
     groups: int = 1
+    axis: int = 0
 
     @property
     def is_stacked(self) -> bool:
@@ -114,7 +115,8 @@ class Piece:
 
     def part_of(self, number: int, array: Any) -> Any:
         """The tensor of a row alone, of their tensor as an array of numpy or JAX."""
-        return array if len(self.rows) == 1 else cut_rows(array, self.sizes, self.rows[0].groups, number)
+        first = self.rows[0]
+        return array if len(self.rows) == 1 else cut_rows(array, self.sizes, first.groups, number, first.axis)
 
 
 def build_pieces(table: Table, shapes: Mapping[str, Sequence[int]], num_layers: int, vocab_size: int) -> list[Piece]:
@@ -136,8 +138,11 @@ def build_pieces(table: Table, shapes: Mapping[str, Sequence[int]], num_layers: 
         place = first.layers.index(layer) if first.layers is not None and layer is not None else layer
         index = () if place is None else (place,)
         theirs = [row.their_shape(shapes[row.ours][row.stacked_dims :], vocab_size) for row in entry]
-        sizes = tuple(sum(shape[:1]) // row.groups for shape, row in zip(theirs, entry, strict=True))
-        shape = theirs[0] if len(entry) == 1 else (sum(sizes) * first.groups, *theirs[0][1:])
+        axis = first.axis
+        sizes = tuple(sum(shape[axis : axis + 1]) // row.groups for shape, row in zip(theirs, entry, strict=True))
+        shape = theirs[0]
+        if len(entry) > 1:
+            shape = (*shape[:axis], sum(sizes) * first.groups, *shape[axis + 1 :])
         experts = [None] if first.stacked_dims < 2 else range(shapes[first.ours][1])
         for expert in experts:
             name = first.theirs.format(layer=layer, expert=expert)
@@ -189,8 +194,9 @@ def take(piece: Piece, get: Callable[[str, tuple[int, ...]], np.ndarray], vocab_
     parts = [row.to_theirs(get(row.ours, piece.index), vocab_size) for row in piece.rows]
     if len(parts) == 1:
         return parts[0]
-    grouped = [part.reshape(piece.rows[0].groups, -1, *part.shape[1:]) for part in parts]
-    return np.concatenate(grouped, axis=1).reshape(piece.shape)
+    groups, axis = piece.rows[0].groups, piece.rows[0].axis
+    grouped = [part.reshape(*part.shape[:axis], groups, -1, *part.shape[axis + 1 :]) for part in parts]
+    return np.concatenate(grouped, axis=axis + 1).reshape(piece.shape)
 
 
 def resize_vocab(array: Any, vocab_size: int, rows: int, numpy: Any = np) -> Any:

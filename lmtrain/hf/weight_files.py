@@ -14,6 +14,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from lmtrain.hf.mxfp4 import Mxfp4Weights, unpacked
 from lmtrain.hf.safetensors_file import SafetensorsWeights
 from lmtrain.runtime.errors import UserError, counted
 from lmtrain.runtime.logging import log
@@ -84,7 +85,7 @@ def _to_numpy(tensor: Any) -> np.ndarray:
 
 
 # Tensors by name, with their `shapes`, `dtypes` (such as bfloat16) and `files`, each read in its stored dtype.
-Weights = SafetensorsWeights | TorchWeights
+Weights = SafetensorsWeights | TorchWeights | Mxfp4Weights
 
 
 def locate(ref: str, name: str) -> str | None:
@@ -140,7 +141,7 @@ def open_weights(ref: str, stem: str = "model") -> Weights:
     """Open the model's tensors: of the file that transformers reads, safetensors first, one file before an index.
 
     `stem` of the file names: `model`, or `adapter_model` for adapters of PEFT. Raises `UserError` if there are no
-    readable weights, or if an index does not describe its files.
+    readable weights, or if an index does not describe its files. Tensors in MXFP4 are read as bfloat16.
     """
     torch_stem = "pytorch_model" if stem == "model" else stem
     for single, kind in ((f"{stem}.safetensors", SafetensorsWeights), (f"{torch_stem}.bin", TorchWeights)):
@@ -153,12 +154,12 @@ def open_weights(ref: str, stem: str = "model") -> Weights:
                     f"{ref}: {single} is read, as by transformers, and not the {counted(len(others), 'file')} of {name}"
                     f" ({others[0]}, ...); one of the two may be older: remove it"
                 )
-            return kind([path])
+            return unpacked(kind([path]))
         if index is not None:
             paths = {file: _file(ref, file) for file in sorted(set(files.values()))}
             weights = kind(list(paths.values()))
             _check_index(f"{ref}: {name}", {tensor: paths[file] for tensor, file in files.items()}, weights)
-            return weights
+            return unpacked(weights)
     raise UserError(f"{ref}: there is no {stem}.safetensors and no {torch_stem}.bin")
 
 

@@ -42,6 +42,9 @@ class RopeConfig(Section):
     beta_slow: float = architecture(
         1.0, gt=0, description="yarn: frequencies with fewer rotations than this are fully scaled"
     )
+    truncate: bool = architecture(
+        True, description="yarn: round the limits of beta_fast and beta_slow to whole dimensions; false: gpt-oss"
+    )
 
     def meaning(self) -> dict[str, Any]:
         """The settings that this type of scaling uses."""
@@ -50,6 +53,8 @@ class RopeConfig(Section):
             del values["local_theta"]
         if self.partial_rotary_factor == 1:
             del values["partial_rotary_factor"]
+        if self.truncate:
+            values.pop("truncate", None)
         return values
 
     @property
@@ -64,7 +69,7 @@ class RopeConfig(Section):
         names: dict[str, list[str]]
         names = {"default": [], "linear": ["factor"], "dynamic": ["factor", "original_seq_len"]}
         names |= {"llama3": ["factor", "original_seq_len", "low_freq_factor", "high_freq_factor"]}
-        names |= {"yarn": ["factor", "original_seq_len", "beta_fast", "beta_slow"]}
+        names |= {"yarn": ["factor", "original_seq_len", "beta_fast", "beta_slow", "truncate"]}
         return {"type", "theta", "local_theta", "partial_rotary_factor", *names[self.type]}
 
     @model_validator(mode="after")

@@ -201,8 +201,12 @@ def _tokens_of(tokenizer: Tokenizer) -> dict[int, str]:
 def hf_settings(ref: str) -> dict[str, Any]:
     """The `model` section equivalent to the model's `config.json`."""
     values = read_model_config(ref)
-    if values.get("quantization_config"):
-        raise UserError(f"{ref}: quantized weights (quantization_config) are not supported; use the original model")
+    quantization = values.get("quantization_config") or {}
+    if quantization and quantization.get("quant_method") != "mxfp4":
+        raise UserError(
+            f"{ref}: quantized weights (quantization_config) are not supported, but for MXFP4 (gpt-oss); use the "
+            "original model"
+        )
     for name in ("num_hidden_layers", "n_layer", "n_layers"):
         if isinstance(number := values.get(name), int | float) and number > MAX_LAYERS:
             raise UserError(f"{ref}: config.json: {name}: expected at most {MAX_LAYERS:,}, not {number}")

@@ -32,6 +32,7 @@ from lmtrain.weights.load_hf import load_hf_params
 
 # One of each kind of block. The others are marked long; test_fixtures.py compares all kinds of files.
 NOT_LONG = {"gpt2", "llama-grouped", "gemma2", "olmo3-yarn", "qwen3_next", "olmo_hybrid", "mpt-6-heads", "backpack"}
+NOT_LONG |= {"gpt_oss"}
 
 
 def mark_long(names, suite=NOT_LONG):
@@ -146,6 +147,7 @@ def test_logits_agree_where_positions_restart_and_attention_does_not(in_torch, n
 
 
 DIFFERENT = ["qwen2-max_window_layers", "qwen3-layer_types", "gemma2", "gemma3", "olmo3", "smollm3", "smollm3-windows"]
+DIFFERENT += ["gpt_oss"]
 
 
 @pytest.mark.parametrize("name", mark_long(["mistral", *DIFFERENT], {"gemma3"}))
@@ -154,9 +156,12 @@ def test_logits_of_packed_documents_agree(in_torch, name):
     variant, ids, length = make(name), tokens(), 10
     positions = np.concatenate([np.arange(length), np.arange(ids.shape[1] - length)])[None]
     segments = np.broadcast_to(np.arange(ids.shape[1]) >= length, ids.shape).astype(np.int32)
+    documents = {"position_ids": torch.from_numpy(positions), "use_cache": False}
+    if name == "gpt_oss":  # that of transformers leaves the positions out
+        documents["attention_mask"] = {kind: torch.from_numpy(mask) for kind, mask in masks(segments[0], 5).items()}
     with torch.no_grad():
         theirs = in_torch(variant)
-        expected = theirs(torch.from_numpy(ids), position_ids=torch.from_numpy(positions), use_cache=False).logits
+        expected = theirs(torch.from_numpy(ids), **documents).logits
 
     def logits(model, ids):
         return model.logits(model.hidden(ids, True, Documents(segments, positions)))
@@ -164,6 +169,14 @@ def test_logits_of_packed_documents_agree(in_torch, name):
     found = jax.jit(lambda params: variant.model.apply(params, ids, method=logits))({"params": variant.params})
     assert np.abs(found - expected.numpy()).max() < 1e-4
     assert np.abs(variant.logits(ids) - expected.numpy()).max() > 0.1
+
+
+def masks(segments: np.ndarray, window: int) -> dict[str, np.ndarray]:
+    """What is added to scores [1, 1, S, S] of documents, by the kind of the layer."""
+    ago = np.subtract.outer(np.arange(len(segments)), np.arange(len(segments)))
+    seen = (ago >= 0) & np.equal.outer(segments, segments)
+    seen_by = {"full_attention": seen, "sliding_attention": seen & (ago < window)}
+    return {kind: np.where(see, 0, -np.inf).astype(np.float32)[None, None] for kind, see in seen_by.items()}
 
 
 HYBRIDS = ["qwen3_next", "qwen3_5", "olmo_hybrid"]

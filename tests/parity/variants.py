@@ -56,6 +56,18 @@ QWEN3_MOE = {
     "moe": {"num_experts": 5, "experts_per_token": 3, "intermediate_dim": 12},
 }
 
+GPT_OSS = {
+    "attention_sinks": True,
+    "use_bias": True,
+    "layer_pattern": ["sliding", "full"],
+    "sliding_window": 5,
+    "head_dim": 16,
+    "num_kv_heads": 2,
+    "num_layers": 3,
+    "rope": YARN | {"truncate": False, "theta": 150.0},
+    "moe": {"num_experts": 5, "experts_per_token": 3, "biases": True, "gate_limit": 0.5},
+}
+
 LINEAR = {"num_key_heads": 2, "num_value_heads": 4, "key_head_dim": 6, "value_head_dim": 10}
 # The norm of linear layers divides outputs that can be almost 0: with a small epsilon, rounding alone would be 1e-4.
 HYBRID = {
@@ -173,6 +185,8 @@ VARIANTS: dict[str, tuple[str, str, dict[str, Any]]] = {
             "linear_attention": EVEN | {"num_value_heads": 4, "value_head_dim": 5},
         },
     ),
+    "gpt_oss": ("gpt_oss", "llama", GPT_OSS),
+    "gpt_oss-no_biases": ("gpt_oss", "llama", GPT_OSS | {"use_bias": False, "rope": {}, "layer_pattern": None}),
     "mpt": ("mpt", "mpt", {}),
     "mpt-6-heads": ("mpt", "mpt", {"hidden_dim": 24, "num_heads": 6}),
     "mpt-clip": ("mpt", "mpt", {"clip_qkv": 0.5, "layer_norm_epsilon": 0.1}),

@@ -58,8 +58,10 @@ def _yarn_ramp(config: RopeConfig, head_dim: int, original: int) -> np.ndarray:
     def plane_of(turns: float) -> float:
         return head_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(config.theta))
 
-    low = max(math.floor(plane_of(config.beta_fast)), 0)
-    high = min(math.ceil(plane_of(config.beta_slow)), head_dim - 1)
+    first, last = plane_of(config.beta_fast), plane_of(config.beta_slow)
+    if config.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    low, high = max(first, 0), min(last, head_dim - 1)
     width = high - low if high > low else 0.001
     return np.clip((np.arange(head_dim // 2) - low) / width, 0, 1)
 

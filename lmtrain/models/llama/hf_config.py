@@ -22,7 +22,7 @@ from lmtrain.runtime.errors import UserError
 from lmtrain.runtime.logging import log
 
 # Keys that have to have these values.
-_ROUTER_KEYS = {"router_jitter_noise": 0.0, "clip_qkv": None}
+_ROUTER_KEYS = {"router_jitter_noise": 0.0, "clip_qkv": None, "swiglu_alpha": 1.702}
 
 _OTHERS = HfExperts("mlp", ("gate_proj", "up_proj", "down_proj"), "num_experts")
 
@@ -37,29 +37,15 @@ def expert_rows(config: LlamaConfig, layer: str) -> list[Row]:
     factors = {"down": config.moe.routed_scaling_factor}
     types = [relative.experts for relative in RELATIVES.values() if is_of_type(config, relative)]
     names, layers = next((experts for experts in types if experts), _OTHERS), config.expert_layers
-    prefix = layer + names.prefix
-    rows = [Row("blocks/moe/router/kernel", f"{prefix}.gate.weight", transpose=True, layers=layers)]
-    rows += [
-        Row(
-            f"blocks/moe/experts/{ours}/kernel",
-            f"{prefix}.experts.{{expert}}.{theirs}.weight",
-            transpose=True,
-            layers=layers,
-            factor=factors.get(ours, 1.0),
+    prefix, units = layer + names.prefix, ("gate", "up", "down")
+    rows: list[Row] = []
+    for ours, theirs in (("kernel", "weight"), ("bias", "bias"))[: 1 + config.moe.biases]:
+        rows.append(
+            Row(f"blocks/moe/router/{ours}", f"{prefix}.{names.router}.{theirs}", transpose=True, layers=layers)
         )
-        for ours, theirs in zip(("gate", "up", "down"), names.matrices, strict=True)
-    ]
-    if config.moe.biases:
-        rows.append(Row("blocks/moe/router/bias", f"{prefix}.gate.bias", layers=layers))
-        rows += [
-            Row(
-                f"blocks/moe/experts/{ours}/bias",
-                f"{prefix}.experts.{{expert}}.{theirs}.bias",
-                layers=layers,
-                factor=factors.get(ours, 1.0),
-            )
-            for ours, theirs in zip(("gate", "up", "down"), names.matrices, strict=True)
-        ]
+        for unit, place in zip(units, _places(names, ours, config.expert_dim), strict=True):
+            name, factor = f"{prefix}.experts.{place.pop('name')}", factors.get(unit, 1.0)
+            rows.append(Row(f"blocks/moe/experts/{unit}/{ours}", name, layers=layers, factor=factor, **place))
     if config.moe.shared_experts:
         rows += [
             Row(
@@ -77,6 +63,16 @@ def expert_rows(config: LlamaConfig, layer: str) -> list[Row]:
     return rows
 
 
+def _places(names: HfExperts, ours: str, width: int) -> list[dict[str, Any]]:
+    """Where a file has the matrices of gate, up and down, or their biases: arguments of `Row`."""
+    if not names.is_joined:
+        theirs = {"kernel": "weight", "bias": "bias"}[ours]
+        return [{"name": f"{{expert}}.{matrix}.{theirs}", "transpose": True} for matrix in names.matrices]
+    in_turns, down = (name + {"kernel": "", "bias": "_bias"}[ours] for name in names.matrices)
+    both = {"name": in_turns, "axis": {"kernel": 2, "bias": 1}[ours], "groups": width}
+    return [dict(both), dict(both), {"name": down}]
+
+
 def write_experts(config: LlamaConfig, names: HfExperts) -> dict[str, Any]:
     """The keys of a `config.json`. Its balancing loss is as many times larger as a token has experts."""
     moe = config.moe
@@ -89,6 +85,8 @@ def write_experts(config: LlamaConfig, names: HfExperts) -> dict[str, Any]:
     }
     if names.can_be_unnormalized:
         values["norm_topk_prob"] = moe.normalize
+    if names.is_joined:
+        values["swiglu_limit"] = moe.gate_limit
     if names.has_shared:
         values["shared_expert_intermediate_size"] = moe.shared_experts * config.expert_dim
     if names.can_be_mixed:
@@ -110,6 +108,8 @@ def read_experts(values: Values, names: HfExperts) -> dict[str, Any]:
         "aux_loss": values.get("router_aux_loss_coef", names.aux_loss) * per_token,
         "z_loss": 0.0,
     }
+    if names.is_joined:
+        settings |= {"biases": True, "gate_limit": values.get("swiglu_limit", 7.0)}
     if names.width_key != "intermediate_size":
         settings["intermediate_dim"] = values.get(names.width_key, names.width)
     if names.has_shared:
@@ -233,7 +233,8 @@ def from_hf_config(values: Mapping[str, Any]) -> dict[str, Any]:
         "num_kv_heads": values.get("num_key_value_heads", relative.kv_heads) or values["num_attention_heads"],
         "head_dim": values.get("head_dim") or relative.head_dim,
         "activation_function": _activation(values),
-        "use_bias": "use_bias" in relative.free and values.get("attention_bias", False),
+        "use_bias": "use_bias" in relative.free
+        and values.get("attention_bias", relative.settings.get("use_bias", False)),
         "use_mlp_bias": "use_mlp_bias" in relative.free and values.get("mlp_bias", False),
         **_layers(values, relative),
         **({} if relative.experts is None else {"moe": read_experts(values, relative.experts)}),

@@ -57,12 +57,14 @@ def _parameters(rope: RopeConfig) -> dict[str, Any]:
         values |= {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
     if rope.type == "yarn":
         values |= {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow}
+    if not rope.truncate:
+        values["truncate"] = False
     return values
 
 
 def read_rope(values: Mapping[str, Any], length: int, relative: Relative) -> dict[str, Any]:
     """The settings of `model.rope` for a maximum of `length` positions, those of sliding layers as `local_theta`."""
-    new = values.get("rope_parameters") or {}
+    new = values.get("rope_parameters") or ({} if values.get("rope_scaling") else relative.rope)
     if relative.partial is not None:
         # transformers 5 reads it from rope_parameters, or from the file
         new = {name: value for name, value in new.items() if not name.startswith("mrope_")}  # equal without images
@@ -122,6 +124,8 @@ def _settings(values: Mapping[str, Any], new: Mapping[str, Any], length: int, de
         value = scaling.pop(name, None)
         if value is not None:
             settings[name] = float(value)
+    if kind == "yarn" and scaling.get("truncate") is False:
+        settings["truncate"] = scaling.pop("truncate")
     neutral: dict[str, Any] = dict(_NEUTRAL)
     attention = scaling.get("attention_factor")
     if kind == "yarn" and attention is not None and abs(attention - 0.1 * math.log(settings["factor"]) - 1) < 1e-6:

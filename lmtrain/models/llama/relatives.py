@@ -35,22 +35,28 @@ _LLAMA: dict[str, Any] = {
 
 class HfExperts(NamedTuple):
     """Experts in a model type of transformers: names of weights after those of the layer, of gate, up and down, and
-    names of keys. `can_be_unnormalized`: `norm_topk_prob` may be false; `can_be_mixed`: some layers may have none;
-    `has_shared`: there are shared experts with a gate. The others are values of keys that a file lacks.
+    names of keys. With two names, all experts are in one tensor [experts, in, out], whose outputs are those of gate and
+    up in turns, and have biases. `can_be_unnormalized`: `norm_topk_prob` may be false; `can_be_mixed`: some layers may
+    have none; `has_shared`: there are shared experts with a gate. The others are values of keys that a file lacks.
     """
 
     prefix: str
-    matrices: tuple[str, str, str]
+    matrices: tuple[str, str, str] | tuple[str, str]
     number_key: str
     width_key: str = "intermediate_size"
     can_be_unnormalized: bool = True
     can_be_mixed: bool = False
     has_shared: bool = False
+    router: str = "gate"
     number: int = 8
     per_token: int = 8
     width: int = 768
     shared_width: int = 512
     aux_loss: float = 0.001
+
+    @property
+    def is_joined(self) -> bool:
+        return len(self.matrices) == 2
 
 
 class Relative(NamedTuple):
@@ -61,8 +67,8 @@ class Relative(NamedTuple):
     `has_switch`: windows need `use_sliding_window`. `experts`: of a mixture; None: the type has none. `local`: what
     RoPE of its own a sliding layer can have: one that is not `scaled`, or one with any base. `linear`: names of its
     linear layers; None: it has none. `nope`: which layers can have no RoPE. `partial`: its `partial_rotary_factor` in a
-    file without one; None: it rotates all of a head. The others are values of keys that a file lacks; of
-    `num_key_value_heads` and `head_dim`, None: that of multi-head attention.
+    file without one; None: it rotates all of a head. The others are values of keys that a file lacks, `rope` those of
+    `rope_parameters`; of `num_key_value_heads` and `head_dim`, None: that of multi-head attention.
     """
 
     architecture: str
@@ -82,6 +88,7 @@ class Relative(NamedTuple):
     head_dim: int | None = None
     epsilon: float = 1e-6
     theta: float = 10_000.0
+    rope: Mapping[str, Any] = MappingProxyType({})
     is_tied: bool = False
 
 
@@ -224,6 +231,29 @@ RELATIVES = {
     "olmo_hybrid": Relative(
         "OlmoHybridForCausalLM", _OLMO, _BIAS, layers="linear", nope="all", linear=OLMO_HYBRID, length=65_536
     ),
+    "gpt_oss": Relative(
+        "GptOssForCausalLM",
+        {"attention_sinks": True, "use_bias": True},
+        _BIAS,
+        layers="any",
+        is_sliding=lambda values, layer: layer % 2 == 0,
+        experts=HfExperts(
+            *("mlp", ("gate_up_proj", "down_proj"), "num_local_experts"),
+            can_be_unnormalized=False,
+            router="router",
+            number=128,
+            per_token=4,
+        ),
+        length=131_072,
+        window=128,
+        kv_heads=8,
+        head_dim=64,
+        epsilon=1e-5,
+        theta=150_000.0,
+        rope=MappingProxyType(
+            {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
+        ),
+    ),
     "olmoe": Relative(
         "OlmoeForCausalLM",
         {"qk_norm": "all"},
@@ -236,7 +266,6 @@ RELATIVES = {
 
 # Model types that users look for, and what lmtrain lacks for them.
 UNSUPPORTED = {
-    "gpt_oss": "the weights of all experts in one tensor, in 4 bits (MXFP4)",
     "deepseek_v2": "latent attention (MLA)",
     "deepseek_v3": "latent attention (MLA)",
     "granitemoe": "multipliers of embeddings, attention, residuals and logits",
@@ -338,8 +367,8 @@ def _expert_differences(config: LlamaConfig, experts: HfExperts | None) -> set[s
         "moe.shared_experts": (moe.shared_experts > 0) != experts.has_shared,
         "moe.shared_gate": moe.shared_gate != experts.has_shared,
         "moe.bias_update_rate": moe.bias_update_rate is not None,
-        "moe.biases": moe.biases,
-        "moe.gate_limit": moe.gate_limit is not None,
+        "moe.biases": moe.biases != experts.is_joined,
+        "moe.gate_limit": (moe.gate_limit is not None) != experts.is_joined,
         "layer_pattern": not experts.can_be_mixed and len(config.expert_layers) < config.num_layers,
     }
     return {name for name, differs in lacking.items() if differs}
