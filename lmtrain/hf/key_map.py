@@ -24,7 +24,8 @@ class Row:
     as in torch's Linear. With `vocab`, the first dimension is the vocabulary, which ours pads. With `cut`, ours may
     be the first rows of theirs, for fewer positions. Theirs is ours multiplied by `factor`. What is `exact` has float32
     in every file and every run. `has_middle`: their matrix has a dimension of 1 between its two, as the kernel of a
-    depthwise convolution in torch.
+    depthwise convolution in torch. `pairs`: the first dimension of theirs has blocks of the first of these sizes, whose
+    last dimensions, of the second size, are rotated: in pairs of neighbours there, and in two halves here.
 
     Rows with equal `theirs` are joined in their order by a dimension of their tensor, `axis`; with `groups`, each has
     that many equal parts, and the tensor has the first parts of all rows, then the second ones.
@@ -44,6 +45,7 @@ class Row:
     has_middle: bool = False
     groups: int = 1
     axis: int = 0
+    pairs: tuple[int, int] | None = None
 
     @property
     def is_stacked(self) -> bool:
@@ -57,6 +59,8 @@ class Row:
     def to_theirs(self, array: np.ndarray, vocab_size: int) -> np.ndarray:
         """Convert our array (of one layer) to their tensor."""
         array = self._arranged(array, vocab_size)
+        if self.pairs is not None:
+            array = array[_in_pairs(len(array), *self.pairs)]
         if self.factor != 1:
             array = (array * self.factor).astype(array.dtype)
         # contiguous, since a file is written from the buffer and ignores strides
@@ -77,8 +81,17 @@ class Row:
     def to_ours(self, array: np.ndarray, shape: Sequence[int]) -> np.ndarray:
         """Convert their tensor to our array of `shape` (of one layer). Raises ValueError if the sizes differ."""
         array = array[:, 0] if self.has_middle else array
+        if self.pairs is not None:
+            array = array[np.argsort(_in_pairs(len(array), *self.pairs))]
         array = (array.T if self.transpose else array).reshape(shape)
         return array if self.factor == 1 else array / self.factor
+
+
+def _in_pairs(length: int, width: int, rotated: int) -> np.ndarray:
+    """Where in ours the entries of theirs are; see `Row.pairs`."""
+    block = np.arange(width)
+    block[width - rotated :] = width - rotated + np.arange(rotated).reshape(2, -1).T.reshape(-1)
+    return np.arange(length).reshape(-1, width)[:, block].reshape(-1)
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,8 @@ def adapter_rows(sites: Sequence[Site], tables: Sequence[EmbeddingTable]) -> lis
     rows = []
     for site in sites:
         rows.append(Row(f"{site.path}/{A}", f"{_PREFIX}{site.module}.lora_A.weight", layers=site.layers))
-        rows.append(Row(f"{site.path}/{B}", f"{_PREFIX}{site.module}.lora_B.weight", layers=site.layers))
+        name_of_b = f"{_PREFIX}{site.module}.lora_B.weight"
+        rows.append(Row(f"{site.path}/{B}", name_of_b, layers=site.layers, pairs=site.pairs))
     return rows + [Row(table.path, table_name(module), vocab=True) for table in tables for module in table.modules]
 
 

@@ -27,7 +27,7 @@ class Site:
     A layer of theirs can be several of ours, `parts`, which share an adapter at `path`: the outputs of each are `sizes`
     rows in every one of the `groups` of their matrix.
     `layers` are the numbers of the blocks that have it, None for a layer that is not in the stack of blocks.
-    `is_conv1d`: theirs stores [in, out].
+    `is_conv1d`: theirs stores [in, out]. `pairs`: the order of outputs, as in `Row`.
     """
 
     path: str
@@ -39,6 +39,7 @@ class Site:
     parts: tuple[str, ...] = ()
     sizes: tuple[int, ...] = ()
     groups: int = 1
+    pairs: tuple[int, int] | None = None
 
     @property
     def paths(self) -> list[str]:
@@ -82,9 +83,8 @@ def list_sites(table: Table, shapes: Mapping[str, Sequence[int]]) -> list[Site]:
         split = 1 if row.rows is None else row.rows
         inputs, outputs = math.prod(shape[:split]), math.prod(shape[split:])
         path, module = row.ours.removesuffix(_KERNEL), row.theirs.removesuffix(_WEIGHT)
-        site = Site(
-            path=path, module=module, inputs=inputs, outputs=outputs, layers=layers, is_conv1d=not row.transpose
-        )
+        form: dict[str, Any] = {"is_conv1d": not row.transpose, "pairs": row.pairs}
+        site = Site(path=path, module=module, inputs=inputs, outputs=outputs, layers=layers, **form)
         sites.append(site if isinstance(rows, Zeros) or len(rows) == 1 else _joined(site, rows, shapes))
     return sites
 

@@ -1,6 +1,7 @@
 """Settings that all model families share (sizes, RoPE, those read from Hugging Face), and the checks between sizes."""
 
 import importlib
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -45,6 +46,15 @@ class RopeConfig(Section):
     truncate: bool = architecture(
         True, description="yarn: round the limits of beta_fast and beta_slow to whole dimensions; false: gpt-oss"
     )
+    mscale: float | None = architecture(
+        None,
+        gt=0,
+        description="yarn: with m(a) = 0.1 a log(factor) + 1, queries and keys are multiplied by m(mscale) / "
+        "m(mscale_all_dim) (DeepSeek); null: by m(1)",
+    )
+    mscale_all_dim: float | None = architecture(
+        None, gt=0, description="yarn: see mscale; scores of latent attention are multiplied by its m squared, too"
+    )
 
     def meaning(self) -> dict[str, Any]:
         """The settings that this type of scaling uses."""
@@ -53,9 +63,25 @@ class RopeConfig(Section):
             del values["local_theta"]
         if self.partial_rotary_factor == 1:
             del values["partial_rotary_factor"]
-        if self.truncate:
-            values.pop("truncate", None)
+        for name in ("truncate", "mscale", "mscale_all_dim"):
+            if values.get(name) in (None, True):
+                values.pop(name, None)
         return values
+
+    @property
+    def magnitude(self) -> float:
+        """The factor of rotated vectors."""
+        if self.type != "yarn":
+            return 1.0
+        return self._yarn(1.0) if self.mscale is None else self._yarn(self.mscale) / self._yarn(self.mscale_all_dim)
+
+    @property
+    def score_factor(self) -> float:
+        """The factor of the scores of latent attention."""
+        return 1.0 if self.mscale_all_dim is None else self._yarn(self.mscale_all_dim) ** 2
+
+    def _yarn(self, scale: float | None) -> float:
+        return 0.1 * (scale or 0.0) * math.log(self.factor) + 1
 
     @property
     def local(self) -> "RopeConfig":
@@ -70,6 +96,7 @@ class RopeConfig(Section):
         names = {"default": [], "linear": ["factor"], "dynamic": ["factor", "original_seq_len"]}
         names |= {"llama3": ["factor", "original_seq_len", "low_freq_factor", "high_freq_factor"]}
         names |= {"yarn": ["factor", "original_seq_len", "beta_fast", "beta_slow", "truncate"]}
+        names["yarn"] += ["mscale", "mscale_all_dim"]
         return {"type", "theta", "local_theta", "partial_rotary_factor", *names[self.type]}
 
     @model_validator(mode="after")
@@ -81,6 +108,8 @@ class RopeConfig(Section):
         for name, field in type(self).model_fields.items():
             if name not in self._used and getattr(self, name) != field.default:
                 raise field_error(name, f"not used by rope type {self.type}; remove it")
+        if self.mscale is not None and self.mscale_all_dim is None:
+            raise field_error("mscale", "has no effect without mscale_all_dim; remove it, or set both")
         if self.high_freq_factor <= self.low_freq_factor:
             raise field_error("high_freq_factor", f"must be above low_freq_factor {self.low_freq_factor}")
         return self

@@ -16,7 +16,7 @@ from lmtrain.models.attention.names import PLAIN
 from lmtrain.models.cache import StackCache
 from lmtrain.models.interface import NO_DOCUMENTS, Documents, LogitCap, Outputs
 from lmtrain.models.layers.linear import Embed
-from lmtrain.models.layers.stack import layers_of_modules, stack
+from lmtrain.models.layers.stack import Pattern, layers_of_modules, stack
 from lmtrain.sharding.placement import constrain
 
 
@@ -49,9 +49,9 @@ class Decoder(nn.Module):
         return 0.0
 
     @property
-    def pattern(self) -> tuple[Any, ...]:
-        """The configs of the blocks of the first layers, which repeat over the depth: several if layers differ."""
-        return (self.config,)
+    def pattern(self) -> Pattern:
+        """The configs of the blocks: several if layers differ."""
+        return Pattern((), (self.config,))
 
     @property
     def is_tied(self) -> bool:
@@ -83,9 +83,14 @@ class Decoder(nn.Module):
         return has_dropout
 
     def layers_of_modules(self) -> dict[str, tuple[int, ...]]:
-        pattern, c = [(config, self.attention) for config in self.pattern], self.config
-        found = layers_of_modules(self.block, pattern, c.num_layers, c.hidden_dim)
+        c = self.config
+        found = layers_of_modules(self.block, self._blocks, c.num_layers, c.hidden_dim)
         return {f"blocks/{path}": layers for path, layers in found.items()}
+
+    @property
+    def _blocks(self) -> Pattern:
+        """The arguments of the blocks."""
+        return Pattern(*(tuple((config, self.attention) for config in part) for part in self.pattern))
 
     def setup(self) -> None:
         c = self.config
@@ -98,8 +103,7 @@ class Decoder(nn.Module):
         if self.has_learned_positions:
             self.positions = Embed(("position", c.seq_len), c.hidden_dim, init)
         self.drop = nn.Dropout(self.embedding_dropout)
-        pattern = [(config, self.attention) for config in self.pattern]
-        self.blocks = stack(self.block, pattern, c.num_layers, c.scan_layers, c.gradient_checkpointing)
+        self.blocks = stack(self.block, self._blocks, c.num_layers, c.scan_layers, c.gradient_checkpointing)
         self.norm_final = self.build_norm()
         if not self.is_tied:
             self.unembed = Embed(entries, c.hidden_dim, init, is_head=True, has_bias=self.has_head_bias)

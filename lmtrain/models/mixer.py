@@ -103,6 +103,11 @@ class AttentionMixer:
         }
         return {name for name, is_needed in needs.items() if is_needed}
 
+    @property
+    def score_share(self) -> float:
+        """The share of scores in the FLOPs that depend on the number of keys."""
+        return 0.5
+
     def flops(self, seq_len: int, causal: bool) -> tuple[float, float]:
         values = self.heads * self.head_width
         queries = 2 * values if self.is_gated else values

@@ -184,6 +184,14 @@ def _tokens(program: Program, step: str) -> float:
     return batch * program.config.model.seq_len / program.layout.mesh.size
 
 
+def _backward(program: Program, of_keys: int, of_values: int) -> float:
+    """FLOPs of the backward pass of attention, relative to the forward pass, by the numbers of its products."""
+    mixers = [mixer for mixer in program.config.model.all_mixers if isinstance(mixer, AttentionMixer)]
+    each = [mixer.flops(program.config.model.seq_len, True)[1] for mixer in mixers]
+    share = sum(mixer.score_share * flops for mixer, flops in zip(mixers, each, strict=True)) / sum(each)
+    return 2 * (of_keys * share + of_values * (1 - share))
+
+
 def _flops(program: Program, measured: Figures, step: str) -> dict[str, float]:
     """FLOPs. `model` and `compiled` count products with parameters; products of attention are counted separately.
 
@@ -211,10 +219,9 @@ def _flops(program: Program, measured: Figures, step: str) -> dict[str, float]:
     by_formula = 0.0
     calls = [call for call in measured.kernels if kernel.scope in call.op_name]
     if calls and kernel.flops is not None:
-        forward, backward = kernel.flops
         again = any(_RECOMPUTED in call.op_name for call in calls)
         products = causal_scores * tokens / (3 if step == "train" else 1)
-        by_formula = products * ((2 if again else 1) * forward + backward if step == "train" else forward)
+        by_formula = products * (1 + again + _backward(program, *kernel.flops) if step == "train" else 1)
     return {
         **sums,
         "model": model,

@@ -13,6 +13,8 @@ PARAMETER_AXES = {
     "senses": "senses of a Backpack",
     "head_dim": "width of one head",
     "qkv": "queries, keys and values, stacked",
+    "latent": "width of a latent of attention, as inputs of a matrix",
+    "to_latent": "width of a latent of attention, as outputs of a matrix",
     "mlp": "width of the MLP",
     "expert": "experts of a mixture",
     "expert_embed": "width of the residual stream, in the matrices of experts",

@@ -146,8 +146,10 @@ class PartitioningConfig(Section):
         mapping |= {axis: as_names(value) for axis, value in self.axis_resources.items() if axis != "batch"}
         mapping |= dict.fromkeys(self._tensor_axes, ("model",))
         mapping |= {axis: as_names(value) for axis, value in self.parameter_axis_resources.items()}
-        # matrices of experts are split as others, but for the devices that split the experts
         given = self.axis_resources | self.parameter_axis_resources
+        if "latent" not in given:  # inputs of a matrix, too
+            mapping["latent"] = mapping["embed"]
+        # matrices of experts are split as others, but for the devices that split the experts
         if "expert" not in given:
             mapping["expert"] = ("expert",)
         for axis in ("embed", "mlp"):

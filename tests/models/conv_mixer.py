@@ -11,6 +11,7 @@ from jax.nn.initializers import normal
 
 from lmtrain.models.cache import StackCache
 from lmtrain.models.interface import Documents
+from lmtrain.models.layers.stack import Pattern
 from lmtrain.models.llama.config import LlamaConfig
 from lmtrain.models.llama.model import LlamaBlock, LlamaLM
 from lmtrain.models.mixer import Mixer, SequenceSplit, StateArray
@@ -117,8 +118,9 @@ class ConvLM(LlamaLM):
     block = ConvBlock
 
     @property
-    def pattern(self) -> tuple[ConvConfig, ...]:
-        return tuple(self.config.model_copy(update={"layers": layers}) for layers in ("conv", "attention"))
+    def pattern(self) -> Pattern:
+        layers = ("conv", "attention")
+        return Pattern((), tuple(self.config.model_copy(update={"layers": kind}) for kind in layers))
 
 
 def conv_config(num_layers: int = 4, seq_len: int = 12, **changes: Any) -> ConvConfig:

@@ -12,6 +12,7 @@ from lmtrain.models.gpt2.config import Gpt2Config
 from lmtrain.models.layers.block import Block
 from lmtrain.models.layers.linear import Linear
 from lmtrain.models.layers.mlp import LayerNorm
+from lmtrain.models.layers.stack import Pattern
 from lmtrain.models.llama.config import LlamaConfig
 from lmtrain.models.llama.model import LlamaLM
 from lmtrain.models.params import add_auxiliary
@@ -42,7 +43,8 @@ def dense_model() -> LlamaLM:
 
 def moe_model(num_layers: int = 3, moe: Any = None, **changes: Any) -> LlamaLM:
     """Llama with mixtures of eight experts."""
-    sizes = {"hidden_dim": 16, "intermediate_dim": 24, "num_heads": 4, "num_kv_heads": 2, "seq_len": LENGTH}
+    sizes = {"hidden_dim": 16, "intermediate_dim": 24, "num_heads": 4, "seq_len": LENGTH}
+    sizes |= {} if "latent_attention" in changes else {"num_kv_heads": 2}
     moe = {"num_experts": 8, "intermediate_dim": 8, "aux_loss": 0.3, "z_loss": 0.2} | (moe or {})
     return LlamaLM(LlamaConfig(**sizes, num_layers=num_layers, moe=moe, pad_vocab_to_multiple_of=8, **changes), VOCAB)
 
@@ -70,6 +72,15 @@ MIXED = {
     },
 }
 
+# Latent attention, one MLP before layers with experts in groups.
+LATENT = {
+    "latent_attention": {
+        "q_lora_rank": 8, "kv_lora_rank": 16, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5
+    },
+    "moe": {"router": "sigmoid", "num_groups": 4, "groups_per_token": 2, "bias_update_rate": 0.01,
+            "first_dense_layers": 1, "shared_experts": 1},
+}  # fmt: skip
+
 SIZE, ROUTED = 0.3, 0.7  # coefficients of the auxiliary losses
 
 
@@ -96,8 +107,8 @@ class AuxiliaryLM(Decoder):
     period: int = 1
 
     @property
-    def pattern(self) -> tuple[Any, ...]:
-        return (self.config,) * self.period
+    def pattern(self) -> Pattern:
+        return Pattern((), (self.config,) * self.period)
 
     def build_norm(self) -> LayerNorm:
         return LayerNorm(self.config.hidden_dim, self.config.layer_norm_epsilon)

@@ -40,6 +40,8 @@ POSITIONS = {f"context {n}": (8, PartitioningConfig(context_axis_size=n), 1) for
 POSITIONS = {"one": MESHES["one"]} | POSITIONS
 TENSORS = ["one", "fsdp and tensor"]
 SPLIT = {name: MESHES[name] for name in ("one", "fsdp and tensor")} | {"fsdp and context": (8, CONTEXT, 1)}
+LATENT_MESHES = {name: MESHES[name] for name in ("one", "fsdp and tensor")}
+LATENT_MESHES |= {"all": (8, ALL, 1), "context 4": POSITIONS["context 4"]}
 MIXED, DENSE = families.moe_model(2, **families.MIXED), families.dense_model()
 QUICK = {"gradient_checkpointing": False}  # compiles sooner; the mixture recomputes
 TWO = build_model(two_output_config(num_layers=1, **QUICK), families.VOCAB)
@@ -56,6 +58,7 @@ MODELS = {
     "hybrid over positions with triton": (families.hybrid_model(2, **QUICK), POSITIONS, POSITIONS, {}),
     "mixed": (MIXED, EXPERTS, ["fsdp and experts"], {}),
     "biased": (families.moe_model(2, {"biases": True, "gate_limit": 0.5}, **QUICK), EXPERTS, EXPERTS, {}),
+    "latent": (families.moe_model(3, **families.LATENT), LATENT_MESHES, ["all", "context 4"], {}),
     "dense": (DENSE, {"one": MESHES["one"]}, MESHES, {}),
     "dense in fp8": (DENSE, SPLIT, SPLIT, FP8),
     "dense in int8": (DENSE, {name: MESHES[name] for name in ("one", "fsdp")}, MESHES, INT8),

@@ -35,7 +35,13 @@ WAYS = [(False, "full"), (True, "dots"), (False, "dots_no_batch"), (True, "save_
         # each way for at least two families
         *(
             pytest.param(name, ways, marks=pytest.mark.long)
-            for name, ways in {"olmo2": WAYS[:3], "mpt": WAYS[2:], "backpack": WAYS[::2], "gpt2": WAYS[1::2]}.items()
+            for name, ways in {
+                "olmo2": WAYS[:3],
+                "mpt": WAYS[2:],
+                "deepseek_v3": WAYS[1:3],
+                "backpack": WAYS[::2],
+                "gpt2": WAYS[1::2],
+            }.items()
         ),
     ],
 )
@@ -61,7 +67,7 @@ def test_attention_in_blocks_gives_the_same_hidden_states(variant):
 
 LONG = [
     pytest.param(name, marks=pytest.mark.long)
-    for name in ("gpt2", "mpt", "backpack", "mistral", "gemma", "olmo2", "llama-yarn", "gpt2-upcast")
+    for name in ("gpt2", "mpt", "backpack", "mistral", "gemma", "olmo2", "llama-yarn", "gpt2-upcast", "deepseek_v3")
 ]
 
 

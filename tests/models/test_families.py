@@ -38,6 +38,7 @@ METRICS = {
     "outputs": "train/second_loss",
     "hybrid": "train/loss",
     "mixed": "moe/balance_loss/layers",
+    "latent": "moe/balance_loss/layers",
 }
 MORE_METRICS = METRICS | {"biased": "moe/balance_loss/layers"}
 
@@ -48,7 +49,7 @@ MORE_METRICS = METRICS | {"biased": "moe/balance_loss/layers"}
         *(("suite", *case) for case in METRICS.items()),
         *(
             pytest.param("more", model, MORE_METRICS[model.partition(" ")[0]], marks=pytest.mark.long)
-            for model in (*HYBRIDS, "mixed", "biased")
+            for model in (*HYBRIDS, "mixed", "biased", "latent")
         ),
         *(
             pytest.param("release", model, METRICS[model], marks=[pytest.mark.long, pytest.mark.release])

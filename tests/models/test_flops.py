@@ -25,6 +25,8 @@ CONFIGS = {
     "llama": LlamaConfig(**SIZES, intermediate_dim=700),
     "llama without a gate": LlamaConfig(**SIZES, intermediate_dim=700, gated_mlp=False),
     "llama, grouped and wide heads": LlamaConfig(**SIZES, intermediate_dim=300, num_kv_heads=2, head_dim=48),
+    "llama, latent": LlamaConfig(**SIZES, intermediate_dim=300, latent_attention={"v_head_dim": 96}),
+    "llama, two latents": LlamaConfig(**SIZES, intermediate_dim=300, latent_attention={"q_lora_rank": 80}),
     "mpt": MptConfig(**SIZES, mlp_scale=3),
     "backpack": BackpackConfig(**SIZES, num_senses=4),
     "backpack, narrow": BackpackConfig(**SIZES, num_senses=16, intermediate_dim=600, sense_intermediate_scale=2),

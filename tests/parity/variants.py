@@ -68,6 +68,25 @@ GPT_OSS = {
     "moe": {"num_experts": 5, "experts_per_token": 3, "biases": True, "gate_limit": 0.5},
 }
 
+LATENT = {"kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5}
+DEEPSEEK = {
+    "latent_attention": LATENT | {"q_lora_rank": 10},
+    "num_layers": 3,
+    "rope": YARN | {"mscale": 0.7, "mscale_all_dim": 0.5},
+    "moe": {
+        "num_experts": 8,
+        "experts_per_token": 3,
+        "intermediate_dim": 12,
+        "shared_experts": 2,
+        "first_dense_layers": 1,
+        "num_groups": 4,
+        "groups_per_token": 2,
+        "routed_scaling_factor": 1.5,
+    },
+}
+DEEPSEEK_V3 = DEEPSEEK | {"moe": DEEPSEEK["moe"] | {"router": "sigmoid", "bias_update_rate": 0.0}}
+NO_GROUPS = {"num_groups": None, "groups_per_token": None}
+
 LINEAR = {"num_key_heads": 2, "num_value_heads": 4, "key_head_dim": 6, "value_head_dim": 10}
 # The norm of linear layers divides outputs that can be almost 0: with a small epsilon, rounding alone would be 1e-4.
 HYBRID = {
@@ -187,6 +206,18 @@ VARIANTS: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "gpt_oss": ("gpt_oss", "llama", GPT_OSS),
     "gpt_oss-no_biases": ("gpt_oss", "llama", GPT_OSS | {"use_bias": False, "rope": {}, "layer_pattern": None}),
+    "deepseek_v2": ("deepseek_v2", "llama", DEEPSEEK | {"moe": DEEPSEEK["moe"] | {"normalize": False}}),
+    "deepseek_v2-lite": (
+        "deepseek_v2",
+        "llama",
+        DEEPSEEK | {"latent_attention": LATENT, "moe": DEEPSEEK["moe"] | {"normalize": False} | NO_GROUPS},
+    ),
+    "deepseek_v3": ("deepseek_v3", "llama", DEEPSEEK_V3),
+    "deepseek_v3-halves": (
+        "deepseek_v3",
+        "llama",
+        DEEPSEEK_V3 | {"latent_attention": LATENT | {"rope_interleave": False}, "rope": {}, "use_bias": True},
+    ),
     "mpt": ("mpt", "mpt", {}),
     "mpt-6-heads": ("mpt", "mpt", {"hidden_dim": 24, "num_heads": 6}),
     "mpt-clip": ("mpt", "mpt", {"clip_qkv": 0.5, "layer_norm_epsilon": 0.1}),

@@ -26,9 +26,9 @@ def test_the_mesh_has_the_axes_replica_data_expert_context_model_and_all_devices
 @pytest.mark.parametrize(
     ("fsdp", "tensor", "expected"),
     [
-        (["embed", "vocab"], None, {"embed": "data", "expert_embed": "data", "vocab": "data"}),
+        (["embed", "vocab"], None, {"embed": "data", "latent": "data", "expert_embed": "data", "vocab": "data"}),
         (None, [], {}),
-        ("embed", ["mlp", "heads"], {"embed": "data", "expert_embed": "data", **TENSOR}),
+        ("embed", ["mlp", "heads"], {"embed": "data", "latent": "data", "expert_embed": "data", **TENSOR}),
     ],
 )
 def test_only_the_configured_parameter_axes_are_split(fsdp, tensor, expected):
@@ -164,6 +164,7 @@ def test_specific_mappings_override_axis_resources_which_apply_to_both():
     compute = {axis: where for axis, where in layout.compute_rules if where}
     assert parameters == {
         "embed": ("replica", "data"),
+        "latent": ("replica", "data"),
         "expert_embed": ("replica", "data"),
         "mlp": "model",
         "expert_mlp": "model",

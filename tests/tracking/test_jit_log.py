@@ -14,7 +14,7 @@ from lmtrain.evaluation.eval_step import build_eval_step
 from lmtrain.models.gpt2 import model as gpt2
 from lmtrain.models.gpt2.config import Gpt2Config
 from lmtrain.models.interface import NO_DOCUMENTS
-from lmtrain.models.layers.stack import stack
+from lmtrain.models.layers.stack import Pattern, stack
 from lmtrain.tracking.jit_log import METRICS, collecting, jit_log
 from lmtrain.train.step.state import state_shardings
 
@@ -133,7 +133,7 @@ class Stacked(nn.Module):
     logs: bool = True
 
     def setup(self):
-        self.blocks = stack(Block, [(self.logs,)], 3, self.scan, self.policy)
+        self.blocks = stack(Block, Pattern((), ((self.logs,),)), 3, self.scan, self.policy)
 
     def __call__(self, x):
         return self.blocks(x, jnp.arange(3.0), True, None)[0]

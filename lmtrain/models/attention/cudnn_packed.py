@@ -77,6 +77,6 @@ KERNEL = Kernel(
     platform="gpu",
     features=frozenset({"window", "segments"}),
     call=cudnn_packed,
-    flops=(1.0, 2.5),
+    flops=(3, 2),
     unavailable=_unavailable,
 )

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, get_args
 
 import jax
+import jax.numpy as jnp
 
 from lmtrain.models.attention.attend import Options
 from lmtrain.models.attention.names import FEATURES, AttentionBackend, AttentionNeeds
-from lmtrain.models.attention.split import on_each_device, positions_over
+from lmtrain.models.attention.split import Local, on_each_device, positions_over
 from lmtrain.runtime.errors import UserError
 from lmtrain.runtime.logging import log
 
@@ -27,8 +28,9 @@ class Kernel:
     kernel for sequences of at least `auto_from` tokens. `uses_block_size`: it follows `flash_attention_block_size`.
     `is_split`: the compiler splits it over devices, as plain operations; otherwise each device runs it on its part.
 
-    `flops` of the forward and of the backward pass are relative to the two products of the forward pass over the keys
-    that queries see; None if the products are in the text of a compiled program, where they are counted. `mean_trips`
+    `flops`: the numbers of products in the backward pass with the width of keys, and with that of values; the forward
+    pass has one of each. None if the products are in the text of a compiled program, where they are counted.
+    `mean_trips`
     gives the mean trip count of its loops with computed bounds, from the name of the operation, sequence length, block
     size, window, and the number of groups that gather keys (`split.py`). `unavailable` returns why the kernel cannot
     run on a kind of device, or with the installed JAX; empty if it can.
@@ -41,7 +43,7 @@ class Kernel:
     auto_from: int = 0
     uses_block_size: bool = False
     is_split: bool = False
-    flops: tuple[float, float] | None = None
+    flops: tuple[int, int] | None = None
     mean_trips: Callable[[str, int, int | None, int | None, int], float] | None = None
     unavailable: Callable[[str], str] = lambda device_kind: ""
 
@@ -117,16 +119,47 @@ def self_attend(
 
     The caller has checked that the kernel supports them.
     """
-    kernel, options = kernel_of(backend), Options(**more)
+    kernel = kernel_of(backend)
+
+    def call(q: jax.Array, keys: tuple[jax.Array, ...], own: Options) -> jax.Array:
+        k, v = keys
+        return kernel.call(q, k, v, scale, own)
+
+    return _run(kernel, call, q_BHSC, (k_BKSC, v_BKSC), more)
+
+
+def self_attend_latent(
+    backend: str, q_BHSC: jax.Array, kv_BHSE: jax.Array, shared_B1SR: jax.Array, scale: float, **more: Any
+) -> jax.Array:
+    """`self_attend` of latent attention: `kv` has the keys of each head and then its values, and all heads share
+    further dimensions of keys, which the last R of queries meet. -> [B, H, S, V]"""
+    kernel = kernel_of(backend)
+
+    def call(q: jax.Array, keys: tuple[jax.Array, ...], own: Options) -> jax.Array:
+        return kernel.call(q, *join_keys(q.shape[-1], *keys), scale, own)
+
+    return _run(kernel, call, q_BHSC, (kv_BHSE, shared_B1SR), more)
+
+
+def join_keys(width: int, kv_BHSE: jax.Array, shared_B1SR: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The keys of this width, whose last dimensions are the shared ones, and the values of latent attention."""
+    nope, rope = width - shared_B1SR.shape[-1], shared_B1SR.shape[-1]
+    shared = jnp.broadcast_to(shared_B1SR, (*kv_BHSE.shape[:3], rope))
+    return jnp.concatenate([kv_BHSE[..., :nope], shared], axis=-1), kv_BHSE[..., nope:]
+
+
+def _run(kernel: Kernel, local: Local, q: jax.Array, keys: tuple[jax.Array, ...], more: dict[str, Any]) -> jax.Array:
+    """`local` on all devices; `more` are the fields of `Options`."""
+    options = Options(**more)
     assert options.cap is None or options.slopes is None
     for feature, is_used in options.features.items():
-        assert not is_used or feature in kernel.features, f"{backend} attention has no {FEATURES[feature]}"
+        assert not is_used or feature in kernel.features, f"{kernel.name} attention has no {FEATURES[feature]}"
     with jax.named_scope(kernel.scope):
-        is_whole = not positions_over(q_BHSC.shape[2], q_BHSC.shape[1])
+        is_whole = not positions_over(q.shape[2], q.shape[1])
         # one random mask for all devices needs the compiler, which gathers what they split
         if kernel.is_split and (is_whole or options.drop is not None):
-            return kernel.call(q_BHSC, k_BKSC, v_BKSC, scale, options)
-        return on_each_device(lambda q, k, v, own: kernel.call(q, k, v, scale, own), q_BHSC, k_BKSC, v_BKSC, options)
+            return local(q, keys, options)
+        return on_each_device(local, q, keys, options)
 
 
 class Choice(NamedTuple):

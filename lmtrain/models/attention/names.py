@@ -22,6 +22,7 @@ FEATURES = {
     "float32": "32-bit computation (trainer.mp)",
     "wide_heads": "heads wider than 128",
     "very_wide_heads": "heads wider than 256",
+    "narrow_values": "values narrower than keys (latent_attention)",
     "wide_values": "values wider than keys (model.type backpack)",
     "odd_values": "values wider than keys, and wider than 256 without being a multiple of 128 (model.type backpack)",
     "odd_heads": "heads whose width is not a multiple of 8",

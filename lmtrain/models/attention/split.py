@@ -24,8 +24,8 @@ from lmtrain.sharding.local import dividing, num_parts, per_device, split_over
 # Options with a number for each head.
 _BY_HEAD = ("slopes", "sinks")
 
-# (q, k, v, options) -> mixed values, of one device's arrays
-Local = Callable[[jax.Array, jax.Array, jax.Array, Options], jax.Array]
+# (q, keys, options) -> mixed values, of one device's arrays: `keys` are keys and values, or what they are made from
+Local = Callable[[jax.Array, tuple[jax.Array, ...], Options], jax.Array]
 
 
 def positions_over(length: int, heads: int) -> tuple[str, ...]:
@@ -40,45 +40,45 @@ def positions_over(length: int, heads: int) -> tuple[str, ...]:
     return positions if divides else ()
 
 
-def on_each_device(
-    local: Local, q_BHSC: jax.Array, k_BKSC: jax.Array, v_BKSC: jax.Array, options: Options
-) -> jax.Array:
-    """`local(q, k, v, options)` of each device's part, whose options have its own segments, slopes and sinks.
+def on_each_device(local: Local, q_BHSC: jax.Array, keys: tuple[jax.Array, ...], options: Options) -> jax.Array:
+    """`local(q, keys, options)` of each device's part, whose options have its own segments, slopes and sinks. `keys`
+    are arrays [B, K, S, ...] of any numbers K of heads.
 
     Where devices split the query heads and the key heads cannot be split in the same way, each query head gets its own
-    copy. What does not divide over its devices is not split.
+    copy; each device gets a single one. What does not divide over its devices is not split.
     """
     batch, heads, length, _ = q_BHSC.shape
-    by_batch, by_heads, by_keys = (
-        dividing(axis, size)
-        for axis, size in (("act_batch", batch), ("act_heads", heads), ("act_kv_heads", k_BKSC.shape[1]))
-    )
+    by_batch, by_heads = dividing("act_batch", batch), dividing("act_heads", heads)
     positions = positions_over(length, heads // num_parts(by_heads))
-    if by_heads != by_keys and k_BKSC.shape[1] != heads:
-        k_BKSC, v_BKSC = (jnp.repeat(x, heads // k_BKSC.shape[1], axis=1) for x in (k_BKSC, v_BKSC))
+
+    def is_split(x: jax.Array) -> bool:
+        return x.shape[1] == heads or dividing("act_kv_heads", x.shape[1]) == by_heads
+
+    keys = tuple(x if is_split(x) or x.shape[1] == 1 else jnp.repeat(x, heads // x.shape[1], axis=1) for x in keys)
     segments = jnp.zeros((batch, length), jnp.int32) if options.segments is None else options.segments
     by_head: dict[str, Any] = {name: jnp.asarray(x) for name in _BY_HEAD if (x := getattr(options, name)) is not None}
 
-    def of_device(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, by_head: Any) -> jax.Array:
+    def of_device(q: jax.Array, keys: Any, segments: jax.Array, by_head: Any) -> jax.Array:
         own = dataclasses.replace(options, segments=None if options.segments is None else segments, **by_head)
-        return _collected(local, q, k, v, own, positions) if positions else local(q, k, v, own)
+        return _collected(local, q, keys, own, positions) if positions else local(q, keys, own)
 
-    of_heads = PartitionSpec(by_batch, by_heads, positions)
-    specs = (of_heads, of_heads, of_heads, PartitionSpec(by_batch), dict.fromkeys(by_head, PartitionSpec(by_heads)))
-    mixed: jax.Array = per_device(of_device, specs, of_heads)(q_BHSC, k_BKSC, v_BKSC, segments, by_head)
+    of_heads, of_one = (PartitionSpec(by_batch, names, positions) for names in (by_heads, None))
+    of_keys = tuple(of_heads if is_split(x) else of_one for x in keys)
+    specs = (of_heads, of_keys, PartitionSpec(by_batch), dict.fromkeys(by_head, PartitionSpec(by_heads)))
+    mixed: jax.Array = per_device(of_device, specs, of_heads)(q_BHSC, keys, segments, by_head)
     return mixed
 
 
 def _collected(
-    local: Local, q: jax.Array, k: jax.Array, v: jax.Array, options: Options, names: tuple[str, ...]
+    local: Local, q: jax.Array, keys: tuple[jax.Array, ...], options: Options, names: tuple[str, ...]
 ) -> jax.Array:
     """Attention of a device's positions, [B, H, S / N, C]; segments are those of the entire sequence."""
-    parts, heads, kv_heads = num_parts(names), q.shape[1], k.shape[1]
+    parts, heads = num_parts(names), q.shape[1]
     size = exchange_size(parts, heads)
     groups = parts // size
     # heads of keys that the devices of a group can share
-    copies = math.lcm(kv_heads, size) // kv_heads
-    k, v = (jnp.repeat(x, copies, axis=1) if copies > 1 else x for x in (k, v))
+    copies = [math.lcm(x.shape[1], size) // x.shape[1] for x in keys]
+    keys = tuple(jnp.repeat(x, n, axis=1) if n > 1 else x for x, n in zip(keys, copies, strict=True))
     neighbours = [[group * size + number for number in range(size)] for group in range(groups)]
     across = [[group * size + number for group in range(groups)] for number in range(size)]
     index = jax.lax.axis_index(names)
@@ -88,19 +88,19 @@ def _collected(
             return x
         return jax.lax.all_to_all(x, names, split, concat, tiled=True, axis_index_groups=neighbours)
 
-    q, k, v = (exchange(x, 1, 2) for x in (q, k, v))
+    q, keys = exchange(q, 1, 2), tuple(exchange(x, 1, 2) for x in keys)
     for name in _BY_HEAD:
         if (x := getattr(options, name)) is not None:
             own = jax.lax.dynamic_slice_in_dim(x, index % size * q.shape[1], q.shape[1])
             changed: dict[str, Any] = {name: own}
             options = dataclasses.replace(options, **changed)
     if groups == 1:
-        return exchange(local(q, k, v, options), 2, 1)
-    k, v = (jax.lax.all_gather(x, names, axis=2, tiled=True, axis_index_groups=across) for x in (k, v))
+        return exchange(local(q, keys, options), 2, 1)
+    keys = tuple(jax.lax.all_gather(x, names, axis=2, tiled=True, axis_index_groups=across) for x in keys)
     balance = _Balance(names, size, groups)
     mixed = []
     for part, first in zip(balance.swap(*jnp.split(q, 2, axis=2)), balance.numbers, strict=True):
-        mixed.append(local(part, k, v, dataclasses.replace(options, first_query=first * part.shape[2])))
+        mixed.append(local(part, keys, dataclasses.replace(options, first_query=first * part.shape[2])))
     return exchange(jnp.concatenate(balance.swap_back(*mixed), axis=2), 2, 1)
 
 

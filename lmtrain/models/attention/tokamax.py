@@ -39,6 +39,6 @@ KERNEL = Kernel(
     platform="gpu",
     features=frozenset({"window", "cap", "upcast"}),
     call=tokamax,
-    flops=(1.0, 3.5),
+    flops=(4, 3),
     unavailable=_unavailable,
 )

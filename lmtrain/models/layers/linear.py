@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.nn.initializers import Initializer
 from jax.sharding import PartitionSpec
 
-from lmtrain.models.layers.quantized import KERNEL, QUANTIZED, SCALE, Quantized, product, stored_product
+from lmtrain.models.layers.quantized import KERNEL, QUANTIZED, SCALE, Quantized, dequantize, product, stored_product
 from lmtrain.models.layers.remat import unfused_gradient
 from lmtrain.sharding.axes import PARAMETER_AXES, check_axes
 from lmtrain.sharding.local import is_cpu_alone, num_parts, per_device, scatter_sum, split_over, sum_over
@@ -269,6 +269,16 @@ class Linear(nn.Module):
         if self.has_variable(LORA, "lora_a"):
             y = y + self._adapted(x).reshape(y.shape)
         return y.reshape(*leading, *sizes(self.outputs))
+
+    def matrix(self) -> jax.Array:
+        """W [*inputs, *outputs] with what the adapter adds to it, for what multiplies by W in other ways."""
+        quantized = self._in_8_bits()
+        matrix = self.kernel if quantized is None else dequantize(quantized, jnp.float32)
+        if self.has_variable(LORA, "lora_a"):
+            a: jax.Array = self.get_variable(LORA, "lora_a")
+            b: jax.Array = self.get_variable(LORA, "lora_b")
+            matrix = matrix + (a.T @ b.T).reshape(matrix.shape).astype(matrix.dtype)
+        return matrix
 
     def _in_8_bits(self) -> Quantized | None:
         """The 8-bit copy of the kernel, or the kernel itself if it is stored so; None: it has 16 or 32 bits."""

@@ -47,11 +47,6 @@ def frequencies(config: RopeConfig, head_dim: int, seq_len: int) -> np.ndarray:
     return plain.astype(np.float32)
 
 
-def magnitude(config: RopeConfig) -> float:
-    """The factor of the rotated vectors: 0.1 ln(factor) + 1 for yarn, else 1."""
-    return 0.1 * math.log(config.factor) + 1 if config.type == "yarn" else 1.0
-
-
 def _yarn_ramp(config: RopeConfig, head_dim: int, original: int) -> np.ndarray:
     """Fraction of scaling per frequency: 0 for those with many turns within the original length, 1 for slow ones."""
 

@@ -1,66 +1,23 @@
 """Settings of the Llama family."""
 
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import Mapping
+from typing import Any, Literal
 
-from pydantic import BeforeValidator, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import model_validator
 
-from lmtrain.config.section import Section, architecture, identity
+from lmtrain.config.section import architecture, identity
 from lmtrain.models.base_config import POSITIONS, BaseModelConfig, Mixture, RopeConfig
 from lmtrain.models.gated_delta.config import GatedDeltaConfig, GatedDeltaMixer
+from lmtrain.models.latent.config import LatentAttentionConfig, LatentMixer
+from lmtrain.models.llama.layer_kinds import LayerEntry, LayerKind, shortest_period
 from lmtrain.models.mixer import Mixer, linear_flops, mlp_flops
 from lmtrain.models.moe.config import MoeConfig
 from lmtrain.runtime.errors import field_error, nearest_divisors
 
-Item = TypeVar("Item")
-
-
-class LayerKind(Section):
-    """The kind of a layer. In a config, the name of its attention stands for a kind that is the default otherwise."""
-
-    attention: Literal["full", "sliding", "linear"] = architecture(
-        "full",
-        description="Keys that a query sees: full: all before it; sliding: the last model.sliding_window; linear: a "
-        "state instead of attention (model.linear_attention)",
-    )
-    rope: bool = architecture(
-        True, description="Rotate queries and keys by their positions; false: no positions (NoPE)"
-    )
-    mlp: Literal["dense", "moe"] | None = architecture(
-        None, description="One MLP, or a mixture of experts (model.moe); null: moe if model.moe is set"
-    )
-
-    norm_position: Literal["pre", "post"] | None = architecture(
-        None, description="Position of the layer's norms (OLMo Hybrid); null: model.norm_position"
-    )
-
-    @model_validator(mode="after")
-    def _uses_rope(self) -> "LayerKind":
-        if self.attention == "linear" and not self.rope:
-            raise field_error("rope", "linear layers have no positions to rotate; remove it")
-        return self
-
-    @model_serializer(mode="wrap")
-    def _as_name(self, write: SerializerFunctionWrapHandler) -> Any:
-        return self.attention if self == LayerKind(attention=self.attention) else write(self)
-
-
-def _from_name(value: Any) -> Any:
-    return {"attention": value} if isinstance(value, str) else value
-
-
-# An entry of a pattern in a config.
-LayerEntry = Annotated[
-    LayerKind, BeforeValidator(_from_name, json_schema_input_type=Literal["full", "sliding", "linear"] | LayerKind)
-]
-
-
-def shortest_period(items: Sequence[Item]) -> list[Item]:
-    """The shortest pattern that gives these items when it repeats, the last time perhaps in part."""
-    for size in range(1, len(items)):
-        if all(item == items[number % size] for number, item in enumerate(items)):
-            return list(items[:size])
-    return list(items)
+# Settings of other attention than latent attention.
+_NOT_LATENT = (
+    *("attention_gate", "attention_sinks", "attention_logit_cap", "qk_norm", "query_pre_attn_scalar", "use_qkv_bias"),
+)
 
 
 class LlamaConfig(BaseModelConfig):
@@ -133,6 +90,9 @@ class LlamaConfig(BaseModelConfig):
     linear_attention: GatedDeltaConfig | None = architecture(
         None, description="Gated DeltaNet, in the linear layers of layer_pattern"
     )
+    latent_attention: LatentAttentionConfig | None = architecture(
+        None, description="Latent attention (MLA) in place of attention; {} for the sizes of DeepSeek-V2-Lite"
+    )
     moe: MoeConfig | None = architecture(
         None,
         description="Mixture of experts (MoE) in place of the MLP, in all layers that layer_pattern does not exclude",
@@ -194,6 +154,21 @@ class LlamaConfig(BaseModelConfig):
         return self
 
     @model_validator(mode="after")
+    def _latent_attention_fits(self) -> "LlamaConfig":
+        if self.latent_attention is None:
+            if self.rope.mscale_all_dim is not None and self.rope.mscale is None:
+                raise field_error("rope", "mscale_all_dim without mscale is for latent_attention; remove it")
+            return self
+        if not self.attention_layers:
+            raise field_error("latent_attention", "no layer of layer_pattern has attention; remove it")
+        for name in (*_NOT_LATENT, "head_dim", "num_kv_heads"):
+            if getattr(self, name) != type(self).model_fields[name].default:
+                raise field_error(name, "latent attention (latent_attention) has none; remove it")
+        if self.rope.partial_rotary_factor != 1:
+            raise field_error("rope", "partial_rotary_factor: latent_attention.qk_rope_head_dim says what is rotated")
+        return self
+
+    @model_validator(mode="after")
     def _norms_fit(self) -> "LlamaConfig":
         if self.norm_position == "both" and any(kind.norm_position for kind in self.layer_pattern or ()):
             raise field_error("layer_pattern", "norm_position of a layer needs a model.norm_position of pre or post")
@@ -212,6 +187,8 @@ class LlamaConfig(BaseModelConfig):
             raise field_error("layer_pattern", "has layers with a mixture of experts: set moe")
         if self.moe is None:
             return self
+        if self.moe.first_dense_layers >= self.num_layers:
+            raise field_error("moe", f"first_dense_layers: the model has only {self.num_layers} layers")
         if "moe" not in kinds:
             raise field_error("moe", "no layer of layer_pattern is a mixture of experts; remove it, or add such layers")
         if not self.gated_mlp or (self.use_mlp_bias and kinds == {"moe"}):
@@ -232,7 +209,9 @@ class LlamaConfig(BaseModelConfig):
     @property
     def kinds(self) -> list[LayerKind]:
         """The kind of each layer."""
-        return [self.pattern[layer % len(self.pattern)] for layer in range(self.num_layers)]
+        kinds = [self.pattern[layer % len(self.pattern)] for layer in range(self.num_layers)]
+        dense = self.moe.first_dense_layers if self.moe else 0
+        return [kind.model_copy(update={"mlp": "dense"}) for kind in kinds[:dense]] + kinds[dense:]
 
     def of_kind(self, kind: LayerKind) -> "LlamaConfig":
         """The config of a block of this kind: `pattern` is the kind alone."""
@@ -244,8 +223,10 @@ class LlamaConfig(BaseModelConfig):
         are_alike = len(period) == 1 and period[0].rope
         moe = None if self.moe is None else self.moe.meaning() | {"intermediate_dim": self.expert_dim}
         linear = None if self.linear_attention is None else self.linear_attention.meaning(self.layer_norm_epsilon)
+        latent = self.latent_attention
         return values | {
             "linear_attention": linear,
+            "latent_attention": None if latent is None else latent.model_dump(exclude={"rope_interleave"}),
             "num_kv_heads": self.kv_heads,
             "head_dim": self.head_width,
             "rope": self.rope.meaning(),
@@ -258,7 +239,9 @@ class LlamaConfig(BaseModelConfig):
 
     @property
     def head_width(self) -> int:
-        """Head dimension."""
+        """Head dimension, of queries and keys."""
+        if self.latent_attention is not None:
+            return self.latent_attention.head_width
         return self.head_dim or self.hidden_dim // self.num_heads
 
     @property
@@ -327,7 +310,7 @@ class LlamaConfig(BaseModelConfig):
     @property
     def score_scale(self) -> float:
         scale: float = self.query_scalar**-0.5
-        return scale
+        return scale if self.latent_attention is None else scale * self.rope.score_factor
 
     @property
     def mlp_matrices(self) -> int:
@@ -339,7 +322,19 @@ class LlamaConfig(BaseModelConfig):
 
     @property
     def mixers(self) -> tuple[Mixer, ...]:
-        attention, own = super().mixers, self.linear_attention
+        attention, own, latent = super().mixers, self.linear_attention, self.latent_attention
+        if latent is not None:
+            attention = tuple(
+                LatentMixer(
+                    hidden_dim=self.hidden_dim,
+                    heads=self.num_heads,
+                    kv_heads=self.num_heads,
+                    head_width=latent.head_width,
+                    window=window,
+                    latent=latent,
+                )
+                for window in self.windows
+            )
         linear = None if own is None else GatedDeltaMixer(self.hidden_dim, own)
         kinds = zip(self.kinds, attention, strict=True)
         return tuple(linear if linear is not None and kind.attention == "linear" else each for kind, each in kinds)
@@ -352,6 +347,9 @@ class LlamaConfig(BaseModelConfig):
         if self.attention_gate:
             found["transfer"] = "model.attention_gate has no transfer rule; remove one"
             found.setdefault("optimizer.qk_clip", "would scale gates with queries (model.attention_gate); set qk_norm")
+        if self.latent_attention is not None:
+            found["transfer"] = "model.latent_attention has no transfer rule; remove one"
+            found["optimizer.qk_clip"] = "has no rule for latent attention (model.latent_attention); remove it"
         if self.attention_sinks:
             found["transfer"] = "model.attention_sinks has no transfer rule; remove one"
         if self.moe is not None and self.moe.biases:

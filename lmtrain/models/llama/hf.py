@@ -8,8 +8,10 @@ from typing import Any
 
 from lmtrain.hf.key_map import Row, Table
 from lmtrain.models.gated_delta.hf import FORMS, OLMO_HYBRID, QWEN3_5, DeltaForm, delta_rows
+from lmtrain.models.latent.hf import latent_rows
 from lmtrain.models.llama.config import LlamaConfig
-from lmtrain.models.llama.hf_config import expert_rows, from_hf_config, to_hf_config
+from lmtrain.models.llama.hf_config import from_hf_config, to_hf_config
+from lmtrain.models.llama.hf_experts import expert_rows
 from lmtrain.models.llama.relatives import RELATIVES, UNSUPPORTED, WITH_IMAGES, is_of_type
 
 __all__ = ["UNSUPPORTED", "from_hf_config", "to_hf_config"]  # for `lmtrain.models.registry`
@@ -49,7 +51,9 @@ def table(config: LlamaConfig) -> Table:
         *_norm_rows(config),
     ]
     attention = None if config.linear_attention is None else config.attention_layers
-    if attention != ():
+    if config.latent_attention is not None:
+        rows += latent_rows(config.latent_attention, config.use_bias, _L, attention)
+    elif attention != ():
         rows += _attention_rows(config, attention)
     if config.linear_attention is not None:
         rows += delta_rows(config.linear_attention, _form(config), _L, config.linear_layers)

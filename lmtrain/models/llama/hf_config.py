@@ -3,133 +3,16 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lmtrain.hf.key_map import Row
 from lmtrain.models.base_config import SameSetting, from_hf, to_hf
 from lmtrain.models.gated_delta.hf import read_sizes, write_sizes
-from lmtrain.models.llama.config import LayerKind, LlamaConfig, shortest_period
+from lmtrain.models.latent.hf import read_latent, write_latent
+from lmtrain.models.llama.config import LlamaConfig
+from lmtrain.models.llama.hf_experts import has_experts, read_experts, write_experts
 from lmtrain.models.llama.hf_rope import read_rope, write_rope
-from lmtrain.models.llama.relatives import (
-    RELATIVES,
-    WITH_IMAGES,
-    HfExperts,
-    Relative,
-    Values,
-    has_rope,
-    is_of_type,
-    relative_of,
-)
+from lmtrain.models.llama.layer_kinds import LayerKind, shortest_period
+from lmtrain.models.llama.relatives import RELATIVES, WITH_IMAGES, Relative, Values, has_rope, relative_of
 from lmtrain.runtime.errors import UserError
 from lmtrain.runtime.logging import log
-
-# Keys that have to have these values.
-_ROUTER_KEYS = {"router_jitter_noise": 0.0, "clip_qkv": None, "swiglu_alpha": 1.702}
-
-_OTHERS = HfExperts("mlp", ("gate_proj", "up_proj", "down_proj"), "num_experts")
-
-
-def expert_rows(config: LlamaConfig, layer: str) -> list[Row]:
-    """The rows of the layers with experts; `layer` begins the names of a layer.
-
-    Experts that no model type has get names like those of Qwen3-MoE: only exports need the type, LoRA does not.
-    Their `down` contains the factor of the weights, which no type has.
-    """
-    assert config.moe is not None
-    factors = {"down": config.moe.routed_scaling_factor}
-    types = [relative.experts for relative in RELATIVES.values() if is_of_type(config, relative)]
-    names, layers = next((experts for experts in types if experts), _OTHERS), config.expert_layers
-    prefix, units = layer + names.prefix, ("gate", "up", "down")
-    rows: list[Row] = []
-    for ours, theirs in (("kernel", "weight"), ("bias", "bias"))[: 1 + config.moe.biases]:
-        rows.append(
-            Row(f"blocks/moe/router/{ours}", f"{prefix}.{names.router}.{theirs}", transpose=True, layers=layers)
-        )
-        for unit, place in zip(units, _places(names, ours, config.expert_dim), strict=True):
-            name, factor = f"{prefix}.experts.{place.pop('name')}", factors.get(unit, 1.0)
-            rows.append(Row(f"blocks/moe/experts/{unit}/{ours}", name, layers=layers, factor=factor, **place))
-    if config.moe.shared_experts:
-        rows += [
-            Row(
-                f"blocks/moe/shared/{name}/kernel",
-                f"{prefix}.shared_expert.{name}_proj.weight",
-                None,
-                True,
-                layers=layers,
-            )
-            for name in ("gate", "up", "down")
-        ]
-    if config.moe.shared_gate:
-        gate = f"{prefix}.shared_expert_gate.weight"
-        rows.append(Row("blocks/moe/shared_gate/kernel", gate, transpose=True, layers=layers))
-    return rows
-
-
-def _places(names: HfExperts, ours: str, width: int) -> list[dict[str, Any]]:
-    """Where a file has the matrices of gate, up and down, or their biases: arguments of `Row`."""
-    if not names.is_joined:
-        theirs = {"kernel": "weight", "bias": "bias"}[ours]
-        return [{"name": f"{{expert}}.{matrix}.{theirs}", "transpose": True} for matrix in names.matrices]
-    in_turns, down = (name + {"kernel": "", "bias": "_bias"}[ours] for name in names.matrices)
-    both = {"name": in_turns, "axis": {"kernel": 2, "bias": 1}[ours], "groups": width}
-    return [dict(both), dict(both), {"name": down}]
-
-
-def write_experts(config: LlamaConfig, names: HfExperts) -> dict[str, Any]:
-    """The keys of a `config.json`. Its balancing loss is as many times larger as a token has experts."""
-    moe = config.moe
-    assert moe is not None
-    values: dict[str, Any] = {
-        names.number_key: moe.num_experts,
-        "num_experts_per_tok": moe.experts_per_token,
-        names.width_key: config.expert_dim,
-        "router_aux_loss_coef": moe.aux_loss / moe.experts_per_token,
-    }
-    if names.can_be_unnormalized:
-        values["norm_topk_prob"] = moe.normalize
-    if names.is_joined:
-        values["swiglu_limit"] = moe.gate_limit
-    if names.has_shared:
-        values["shared_expert_intermediate_size"] = moe.shared_experts * config.expert_dim
-    if names.can_be_mixed:
-        values |= {"decoder_sparse_step": 1, "mlp_only_layers": list(config.dense_layers)}
-    return values
-
-
-def read_experts(values: Values, names: HfExperts) -> dict[str, Any]:
-    """The settings of `model.moe` that a `config.json` describes. No type has a z-loss."""
-    for key, neutral in _ROUTER_KEYS.items():
-        if values.get(key) not in (None, neutral):
-            raise UserError(f"config.json: {key} {values[key]} is not supported")
-    per_token = values.get("num_experts_per_tok", names.per_token)
-    keys = (names.number_key, "num_experts", "num_local_experts")
-    settings: dict[str, Any] = {
-        "num_experts": next((values[key] for key in keys if key in values), names.number),
-        "experts_per_token": per_token,
-        "normalize": values.get("norm_topk_prob", False) if names.can_be_unnormalized else True,
-        "aux_loss": values.get("router_aux_loss_coef", names.aux_loss) * per_token,
-        "z_loss": 0.0,
-    }
-    if names.is_joined:
-        settings |= {"biases": True, "gate_limit": values.get("swiglu_limit", 7.0)}
-    if names.width_key != "intermediate_size":
-        settings["intermediate_dim"] = values.get(names.width_key, names.width)
-    if names.has_shared:
-        width, shared = settings["intermediate_dim"], values.get("shared_expert_intermediate_size", names.shared_width)
-        if not shared or shared % width:
-            raise UserError(
-                f"config.json: shared_expert_intermediate_size {shared} is not supported: it has to be a multiple of "
-                f"{names.width_key} {width}"
-            )
-        settings |= {"shared_experts": shared // width, "shared_gate": True}
-    return settings
-
-
-def has_experts(values: Mapping[str, Any], names: HfExperts | None, layer: int) -> bool:
-    """Whether a layer of a `config.json` has experts instead of one MLP."""
-    if names is None or not names.can_be_mixed:
-        return names is not None
-    is_dense = layer in (values.get("mlp_only_layers") or [])
-    return not is_dense and (layer + 1) % values.get("decoder_sparse_step", 1) == 0
-
 
 _SETTINGS = [
     SameSetting("hidden_dim", "hidden_size", None),
@@ -145,7 +28,7 @@ _FULL, _SLIDING, _LINEAR = "full_attention", "sliding_attention", "linear_attent
 def to_hf_config(config: LlamaConfig, vocab_size: int, eos_id: int | None, bos_id: int | None) -> dict[str, Any]:
     """The `config.json`, for transformers 5 (`rope_parameters`) and 4 (`rope_theta`, `rope_scaling`)."""
     kind = relative_of(config)
-    relative, own = RELATIVES[kind], config.linear_attention
+    relative, own, latent = RELATIVES[kind], config.linear_attention, config.latent_attention
     return {
         "model_type": kind,
         "architectures": [relative.architecture],
@@ -154,7 +37,7 @@ def to_hf_config(config: LlamaConfig, vocab_size: int, eos_id: int | None, bos_i
         **({} if relative.experts is None else write_experts(config, relative.experts)),
         **({} if own is None or relative.linear is None else write_sizes(own, relative.linear)),
         "num_key_value_heads": config.kv_heads,
-        "head_dim": config.head_width,
+        **({"head_dim": config.head_width} if latent is None else write_latent(latent)),
         "hidden_act": _ACTIVATIONS[config.activation_function],
         "hidden_activation": _ACTIVATIONS[config.activation_function],  # the name in gemma
         "max_position_embeddings": config.seq_len,
@@ -239,6 +122,7 @@ def from_hf_config(values: Mapping[str, Any]) -> dict[str, Any]:
         **_layers(values, relative),
         **({} if relative.experts is None else {"moe": read_experts(values, relative.experts)}),
         **({} if relative.linear is None else {"linear_attention": read_sizes(values, relative.linear)}),
+        **(read_latent(values) if relative.is_latent else {}),
         "layer_norm_epsilon": values.get("rms_norm_eps", relative.epsilon),
         "tie_word_embeddings": values.get("tie_word_embeddings", relative.is_tied),
         "rope": read_rope(values, length, relative),
@@ -310,6 +194,8 @@ def _layers(values: Mapping[str, Any], relative: Relative) -> dict[str, Any]:
     mixed = [has_experts(values, relative.experts, layer) for layer in layers]
     if relative.experts is not None and not any(mixed):
         raise UserError("config.json: no layer has experts")
+    if relative.experts is not None and relative.experts.deepseek:
+        mixed = [True] * len(mixed)  # the setting first_dense_layers says it
     kinds = [
         LayerKind(
             attention="linear" if linear else "sliding" if sliding else "full",

@@ -17,6 +17,7 @@ Touvron et al. 2023, "LLaMA: Open and Efficient Foundation Language Models". The
     hybrids   layer_pattern with linear layers: Gated DeltaNet in place of attention. Qwen3.5: qk_norm head,
               norm_offset, attention_gate, rope.partial_rotary_factor; Qwen3-Next: also moe with shared_gate;
               OLMo Hybrid: OLMo2 without RoPE, norm_position pre in linear layers, linear_attention.negative_eigenvalues
+    DeepSeek  latent_attention; moe with shared_experts, first_dense_layers, and groups of experts; V3: router sigmoid
     Mixtral   moe: a mixture of experts in place of the MLP; Qwen3-MoE, with qk_norm head; OLMoE, with qk_norm all
 
     B batch  S query position  T key position  D embed  H heads  K kv heads  C head dim  F mlp  V vocab  N layers
@@ -34,11 +35,14 @@ from jax.nn.initializers import normal
 from lmtrain.models.decoder import Decoder
 from lmtrain.models.gated_delta.layer import GatedDelta
 from lmtrain.models.interface import NO_DOCUMENTS, Documents, LogitCap
+from lmtrain.models.latent.layer import LatentAttention
 from lmtrain.models.layers.block import Attention, Block, Projected, TokenMixer
 from lmtrain.models.layers.linear import Linear, declare, sizes
 from lmtrain.models.layers.mlp import Mlp, RmsNorm
-from lmtrain.models.layers.rope import frequencies, magnitude, rotate
-from lmtrain.models.llama.config import LlamaConfig, shortest_period
+from lmtrain.models.layers.rope import frequencies, rotate
+from lmtrain.models.layers.stack import Pattern
+from lmtrain.models.llama.config import LlamaConfig
+from lmtrain.models.llama.layer_kinds import split_pattern
 from lmtrain.models.moe.layer import Moe
 from lmtrain.sharding.placement import constrain
 
@@ -82,7 +86,7 @@ class LlamaAttention(Attention):
         if self.config.qk_norm != "none":
             q, k = self.norm_q(q), self.norm_k(k)
         if self.has_rope:
-            q, k = (rotate(part, positions, self.frequency, magnitude(self.rope)) for part in (q, k))
+            q, k = (rotate(part, positions, self.frequency, self.rope.magnitude) for part in (q, k))
         q, k, v = (part.transpose(0, 2, 1, 3) for part in (q, k, v))
         q = constrain(q, "act_batch", "act_heads", "act_seq", None)
         k, v = (constrain(part, "act_batch", "act_kv_heads", "act_seq", None) for part in (k, v))
@@ -114,7 +118,8 @@ class LlamaBlock(Block):
         if self.is_linear:
             self.delta = GatedDelta(c)
         else:
-            self.attn = LlamaAttention(c, self.backend)
+            attention = LlamaAttention if c.latent_attention is None else LatentAttention
+            self.attn = attention(c, self.backend)
         self.has_experts = kind.mlp == "moe"
         if c.moe is not None and self.has_experts:
             self.moe = Moe(c.moe, c.hidden_dim, c.expert_dim, c.activation_function, init)
@@ -157,9 +162,8 @@ class LlamaLM(Decoder):
         return RmsNorm((("embed", c.hidden_dim),), c.layer_norm_epsilon, c.norm_offset)
 
     @property
-    def pattern(self) -> tuple[LlamaConfig, ...]:
-        kinds = shortest_period(self.config.kinds)
-        return tuple(self.config.of_kind(kind) for kind in kinds)
+    def pattern(self) -> Pattern:
+        return Pattern(*(tuple(map(self.config.of_kind, kinds)) for kinds in split_pattern(self.config.kinds)))
 
     @property
     def logit_cap(self) -> LogitCap | None:

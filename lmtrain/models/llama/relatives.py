@@ -36,17 +36,19 @@ _LLAMA: dict[str, Any] = {
 class HfExperts(NamedTuple):
     """Experts in a model type of transformers: names of weights after those of the layer, of gate, up and down, and
     names of keys. With two names, all experts are in one tensor [experts, in, out], whose outputs are those of gate and
-    up in turns, and have biases. `can_be_unnormalized`: `norm_topk_prob` may be false; `can_be_mixed`: some layers may
-    have none; `has_shared`: there are shared experts with a gate. The others are values of keys that a file lacks.
+    up in turns, and have biases. `normalizes`: whether `norm_topk_prob` can be set, or is one of its values;
+    `can_be_mixed`: some layers may have none; `shared`: the name of shared experts, which have a gate if it is
+    `shared_expert`; `deepseek`: the version whose router it has. The others are values of keys that a file lacks.
     """
 
     prefix: str
     matrices: tuple[str, str, str] | tuple[str, str]
     number_key: str
     width_key: str = "intermediate_size"
-    can_be_unnormalized: bool = True
+    normalizes: bool | None = None
     can_be_mixed: bool = False
-    has_shared: bool = False
+    shared: Literal["shared_expert", "shared_experts"] | None = None
+    deepseek: Literal[2, 3] | None = None
     router: str = "gate"
     number: int = 8
     per_token: int = 8
@@ -64,11 +66,12 @@ class Relative(NamedTuple):
 
     `free` are settings that a `config.json` of this type defines. `layers`: whether all layers see all keys, all have a
     window, all are of either kind, or each is; `is_sliding` says which are in a file that does not say it, by layer.
-    `has_switch`: windows need `use_sliding_window`. `experts`: of a mixture; None: the type has none. `local`: what
-    RoPE of its own a sliding layer can have: one that is not `scaled`, or one with any base. `linear`: names of its
-    linear layers; None: it has none. `nope`: which layers can have no RoPE. `partial`: its `partial_rotary_factor` in a
-    file without one; None: it rotates all of a head. The others are values of keys that a file lacks, `rope` those of
-    `rope_parameters`; of `num_key_value_heads` and `head_dim`, None: that of multi-head attention.
+    `is_latent`: it has latent attention. `has_switch`: windows need `use_sliding_window`. `experts`: of a mixture;
+    None: the type has none. `local`: what RoPE of its own a sliding layer can have: one that is not `scaled`, or one
+    with any base. `linear`: names of its linear layers; None: it has none. `nope`: which layers can have no RoPE.
+    `partial`: its `partial_rotary_factor` in a file without one; None: it rotates all of a head. The others are values
+    of keys that a file lacks, `rope` those of `rope_parameters`; of `num_key_value_heads` and `head_dim`, None: that of
+    multi-head attention.
     """
 
     architecture: str
@@ -79,6 +82,7 @@ class Relative(NamedTuple):
     has_switch: bool = False
     nope: Literal["none", "each", "all"] = "none"
     linear: DeltaForm | None = None
+    is_latent: bool = False
     partial: float | None = None
     experts: HfExperts | None = None
     local: Literal["no", "unscaled", "any"] = "no"
@@ -105,10 +109,14 @@ _QWENS |= {"is_sliding": lambda values, layer: layer >= values.get("max_window_l
 
 _SHARED = HfExperts(
     *("mlp", _PROJECTIONS, "num_experts", "moe_intermediate_size"),
-    can_be_unnormalized=False,
-    has_shared=True,
+    normalizes=True,
+    shared="shared_expert",
     number=256,
     width=512,
+)
+
+_DEEPSEEK = HfExperts(
+    *("mlp", _PROJECTIONS, "n_routed_experts", "moe_intermediate_size"), shared="shared_experts", aux_loss=0.0
 )
 
 # Model types of text and images, and the type of their text part, which lmtrain trains.
@@ -176,9 +184,7 @@ RELATIVES = {
         free=frozenset({"activation_function"}),
         layers="either",
         is_sliding=lambda values, layer: True,
-        experts=HfExperts(
-            "block_sparse_moe", ("w1", "w3", "w2"), "num_local_experts", can_be_unnormalized=False, per_token=2
-        ),
+        experts=HfExperts("block_sparse_moe", ("w1", "w3", "w2"), "num_local_experts", normalizes=True, per_token=2),
         length=131_072,
         window=None,
         kv_heads=8,
@@ -206,7 +212,7 @@ RELATIVES = {
         experts=HfExperts(
             *("mlp", _PROJECTIONS, "num_experts", "moe_intermediate_size"),
             can_be_mixed=True,
-            has_shared=True,
+            shared="shared_expert",
             number=60,
             per_token=4,
             width=1408,
@@ -220,7 +226,7 @@ RELATIVES = {
         _GATED,
         _BIAS,
         linear=QWEN3_NEXT,
-        experts=_SHARED._replace(can_be_mixed=True, can_be_unnormalized=True, number=512, per_token=10),
+        experts=_SHARED._replace(can_be_mixed=True, normalizes=None, number=512, per_token=10),
         kv_heads=2,
         **_HYBRIDS,
     ),
@@ -239,7 +245,7 @@ RELATIVES = {
         is_sliding=lambda values, layer: layer % 2 == 0,
         experts=HfExperts(
             *("mlp", ("gate_up_proj", "down_proj"), "num_local_experts"),
-            can_be_unnormalized=False,
+            normalizes=True,
             router="router",
             number=128,
             per_token=4,
@@ -254,6 +260,19 @@ RELATIVES = {
             {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
         ),
     ),
+    "deepseek_v2": Relative(
+        "DeepseekV2ForCausalLM",
+        free=_BIAS | {"activation_function"},
+        is_latent=True,
+        experts=_DEEPSEEK._replace(normalizes=False, deepseek=2, number=64, width=1407),
+    ),
+    "deepseek_v3": Relative(
+        "DeepseekV3ForCausalLM",
+        free=_BIAS | {"activation_function"},
+        is_latent=True,
+        experts=_DEEPSEEK._replace(deepseek=3, number=256, width=2048),
+        length=4096,
+    ),
     "olmoe": Relative(
         "OlmoeForCausalLM",
         {"qk_norm": "all"},
@@ -266,8 +285,6 @@ RELATIVES = {
 
 # Model types that users look for, and what lmtrain lacks for them.
 UNSUPPORTED = {
-    "deepseek_v2": "latent attention (MLA)",
-    "deepseek_v3": "latent attention (MLA)",
     "granitemoe": "multipliers of embeddings, attention, residuals and logits",
 }
 
@@ -290,6 +307,8 @@ def relative_of(config: LlamaConfig) -> str:
     closest = min(reversed(differences), key=lambda kind: _distance(differences[kind]))
     unusual = [name for name, value in _LLAMA.items() if ours[name] != value]
     named = [f"model.{name}: {ours[name]}" for name in unusual]
+    if config.latent_attention is not None:
+        named.append("model.latent_attention")
     if config.linear_attention is not None:
         named += [f"model.{name}" for name in sorted(differences[closest]) if name.startswith("linear_attention")] or [
             "model.linear_attention"
@@ -304,7 +323,7 @@ def relative_of(config: LlamaConfig) -> str:
 
 
 def _distance(differ: set[str]) -> tuple[bool, bool, int]:
-    return "moe" in differ, "linear_attention" in differ, len(differ)
+    return "moe" in differ, bool(differ & {"linear_attention", "latent_attention"}), len(differ)
 
 
 def is_of_type(config: LlamaConfig, relative: Relative) -> bool:
@@ -332,6 +351,8 @@ def _differences(config: LlamaConfig, ours: Mapping[str, Any], relative: Relativ
     if not found <= windows or (relative.layers == "either" and len(found) > 1):
         differ.add("sliding_window" if config.layer_pattern is None else "layer_pattern")
     differ |= _linear_differences(config, relative)
+    if (config.latent_attention is not None) != relative.is_latent:
+        differ.add("latent_attention")
     without = {not kind.rope for kind in config.kinds if kind.attention != "linear"}
     if (relative.nope == "none" and True in without) or (relative.nope == "all" and len(without) > 1):
         differ.add("layer_pattern")
@@ -362,16 +383,22 @@ def _expert_differences(config: LlamaConfig, experts: HfExperts | None) -> set[s
     if moe is None or experts is None:
         return set() if moe is None and experts is None else {"moe"}
     lacking = {
-        "moe.router": moe.router == "sigmoid",
-        "moe.normalize": not moe.normalize and not experts.can_be_unnormalized,
-        "moe.shared_experts": (moe.shared_experts > 0) != experts.has_shared,
-        "moe.shared_gate": moe.shared_gate != experts.has_shared,
-        "moe.bias_update_rate": moe.bias_update_rate is not None,
+        "moe.router": (moe.router == "sigmoid") != (experts.deepseek == 3),
+        "moe.normalize": moe.normalize == (experts.normalizes is False) and experts.normalizes is not None,
+        "moe.shared_experts": (moe.shared_experts > 0) != (experts.shared is not None),
+        "moe.shared_gate": moe.shared_gate != (experts.shared == "shared_expert"),
+        "moe.bias_update_rate": (moe.bias_update_rate is not None) != (experts.deepseek == 3),
+        "moe.num_groups": moe.num_groups is not None and experts.deepseek is None,
         "moe.biases": moe.biases != experts.is_joined,
         "moe.gate_limit": (moe.gate_limit is not None) != experts.is_joined,
-        "layer_pattern": not experts.can_be_mixed and len(config.expert_layers) < config.num_layers,
+        "layer_pattern": not experts.can_be_mixed and not _begins_with(config.dense_layers, experts.deepseek),
     }
     return {name for name, differs in lacking.items() if differs}
+
+
+def _begins_with(dense: tuple[int, ...], deepseek: int | None) -> bool:
+    """Whether these are the layers without experts of a type that has none, or only the first ones."""
+    return dense == (tuple(range(len(dense))) if deepseek else ())
 
 
 def _has_local_rope(config: LlamaConfig, relative: Relative) -> bool:

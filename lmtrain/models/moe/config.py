@@ -23,6 +23,16 @@ class MoeConfig(Sizes):
         "sigmoid (DeepSeek-V3)",
     )
     normalize: bool = architecture(True, description="Divide the weights of the selected experts by their sum")
+    first_dense_layers: int = architecture(
+        0, ge=0, description="Number of first layers with one MLP, of model.intermediate_dim, instead (DeepSeek)"
+    )
+    num_groups: int | None = architecture(
+        None,
+        ge=1,
+        description="Groups of experts, of which a token uses few (DeepSeek-V2 and V3): those with the best expert, or "
+        "of router sigmoid the best two; null: none",
+    )
+    groups_per_token: int | None = architecture(None, ge=1, description="Number of groups that a token can use")
     routed_scaling_factor: float = architecture(
         1.0,
         gt=0,
@@ -70,6 +80,21 @@ class MoeConfig(Sizes):
         for name in ("biases", "gate_limit"):
             if getattr(self, name) and self.shared_experts:
                 raise field_error(name, "shared experts have none; remove it, or shared_experts")
+        if (self.num_groups is None) != (self.groups_per_token is None):
+            name = "groups_per_token" if self.groups_per_token is None else "num_groups"
+            raise field_error(name, "set both num_groups and groups_per_token, or none of them")
+        if self.num_groups is not None and self.groups_per_token is not None:
+            size, best = self.num_experts // self.num_groups, 2 if self.router == "sigmoid" else 1
+            if self.num_experts % self.num_groups or size < best:
+                what = f"{self.num_experts} experts are not {self.num_groups} equal groups of {best} or more"
+                raise field_error("num_groups", what)
+            least = -(-self.experts_per_token // size)
+            if not least <= self.groups_per_token <= self.num_groups:
+                raise field_error(
+                    "groups_per_token",
+                    f"{self.groups_per_token}: use {least} to {self.num_groups} groups of {size} experts for "
+                    f"experts_per_token {self.experts_per_token}",
+                )
         if self.router == "topk_softmax" and not self.normalize:
             raise field_error("normalize", "router topk_softmax has weights with the sum 1; remove it")
         return self
@@ -78,6 +103,9 @@ class MoeConfig(Sizes):
         """The settings that define the meaning of weights in a file, which contain `routed_scaling_factor`."""
         names = {"num_experts", "experts_per_token", "router", "normalize", "shared_experts", "shared_gate"}
         values = self.model_dump(include=names | {"biases", "gate_limit"})
+        values["groups"] = (
+            None if self.num_groups == self.groups_per_token else (self.num_groups, self.groups_per_token)
+        )
         if values["router"] == "softmax_topk" and self.normalize:  # the same function
             values["router"] = "topk_softmax"
         return values | {"has_bias": self.bias_update_rate is not None}

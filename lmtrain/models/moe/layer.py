@@ -104,7 +104,8 @@ class Router(nn.Module):
             "sigmoid": lambda: jax.nn.sigmoid(scores),
         }[c.router]()
         ranked = values if c.bias_update_rate is None else values + self.bias.astype(jnp.float32)
-        experts = jax.lax.top_k(jax.lax.stop_gradient(ranked), c.experts_per_token)[1].astype(jnp.int32)
+        ranked = self._in_best_groups(jax.lax.stop_gradient(ranked))
+        experts = jax.lax.top_k(ranked, c.experts_per_token)[1].astype(jnp.int32)
         experts = checkpoint_name(experts, ROUTED)
         # sums instead of an indexed lookup, whose gradient would be a scatter
         is_selected = experts[..., None] == jnp.arange(c.num_experts)
@@ -116,6 +117,18 @@ class Router(nn.Module):
         elif c.normalize:
             weights = weights / (weights.sum(-1, keepdims=True) + _EPSILON)
         return experts, weights * c.routed_scaling_factor
+
+    def _in_best_groups(self, ranked: jax.Array) -> jax.Array:
+        """Without the experts of other groups than the best (DeepSeek-AI 2024, "DeepSeek-V2", section 2.2.2; of V3,
+        those with the largest sum of two)."""
+        c = self.config
+        if c.num_groups is None or c.groups_per_token is None or c.groups_per_token == c.num_groups:
+            return ranked
+        grouped = ranked.reshape(*ranked.shape[:-1], c.num_groups, -1)
+        best = jax.lax.top_k(grouped, 2 if c.router == "sigmoid" else 1)[0].sum(-1)
+        chosen = jax.lax.top_k(best, c.groups_per_token)[1]
+        is_chosen = (chosen[..., None] == jnp.arange(c.num_groups)).any(-2)
+        return jnp.where(is_chosen[..., None], grouped, -jnp.inf).reshape(ranked.shape)
 
     def _add_losses(self, scores: jax.Array, is_selected_BSE: jax.Array, used_BS: jax.Array | None) -> None:
         """The balance of each sequence, E sum(f p) with f the share of the selections and p the mean probability of an

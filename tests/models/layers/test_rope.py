@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from lmtrain.models.base_config import RopeConfig
-from lmtrain.models.layers.rope import frequencies, magnitude, rotate
+from lmtrain.models.layers.rope import frequencies, rotate
 
 RNG = np.random.default_rng(0)
 PLAIN = 100.0 ** (-np.arange(0, 8, 2) / 8)
@@ -73,7 +73,7 @@ def test_llama3_keeps_short_wavelengths_and_scales_long_ones():
 def test_yarn_scales_scores_and_keeps_the_fastest_plane():
     config = RopeConfig(type="yarn", factor=4.0, original_seq_len=64, theta=100.0)
     found = frequencies(config, 8, 256)
-    assert magnitude(config) == pytest.approx(0.1 * math.log(4) + 1)
+    assert config.magnitude == pytest.approx(0.1 * math.log(4) + 1)
     assert found[0] == pytest.approx(PLAIN[0])
     assert found[-1] == pytest.approx(PLAIN[-1] / 4)
-    assert magnitude(RopeConfig()) == 1.0
+    assert RopeConfig().magnitude == 1.0

@@ -13,7 +13,7 @@ from models.families import BATCH, window_model
 from lmtrain.models.interface import NO_DOCUMENTS, Documents
 from lmtrain.models.layers.linear import Linear
 from lmtrain.models.layers.mlp import RmsNorm
-from lmtrain.models.layers.stack import stack
+from lmtrain.models.layers.stack import Pattern, stack
 from lmtrain.models.llama.model import LlamaBlock
 
 W = np.random.default_rng(0).normal(size=(3, 4, 4)).astype(np.float32)
@@ -38,7 +38,7 @@ class EqualLayers(nn.Module):
     remat: bool
 
     def setup(self):
-        self.blocks = stack(OneKind, [()], 3, self.scan, self.remat)
+        self.blocks = stack(OneKind, Pattern((), ((),)), 3, self.scan, self.remat)
 
     def __call__(self, x):
         return self.blocks(x, jnp.arange(3), True, None)[0]
@@ -73,7 +73,7 @@ def loop(model, params, tokens, documents=NO_DOCUMENTS):
     """The hidden states by a Python loop over blocks, each with its own parameters."""
     x = params["tokens"]["embedding"][tokens]
     for layer in range(model.config.num_layers):
-        block = LlamaBlock(model.pattern[layer % len(model.pattern)], "xla")
+        block = LlamaBlock(model.pattern.repeated[layer % len(model.pattern.repeated)], "xla")
         own = jax.tree.map(lambda leaf, layer=layer: leaf[layer], params["blocks"])
         x, _ = block.apply({"params": own}, x, layer, True, documents)
     return RmsNorm((("embed", 16),), 1e-5).apply({"params": params["norm_final"]}, x)
@@ -155,7 +155,7 @@ class Stack(nn.Module):
     scan: bool = True
 
     def setup(self):
-        self.blocks = stack(Block, [(False,), (True,), (True,)], self.num_layers, self.scan, "full")
+        self.blocks = stack(Block, Pattern((), ((False,), (True,), (True,))), self.num_layers, self.scan, "full")
 
     def __call__(self, x, deterministic=True):
         return self.blocks(x, jnp.arange(self.num_layers), deterministic, NO_DOCUMENTS)[0]

@@ -53,7 +53,7 @@ OTHERS = sorted(set(RELATIVES) - {"llama", "smollm3", "arcee"})
         ("mistral", {"num_key_value_heads": None}, "num_kv_heads", 4),
         ("llama", {}, "num_kv_heads", 4),
         ("llama", {"mlp_bias": True}, "use_mlp_bias", True),
-        *((kind, {"mlp_bias": True}, "use_mlp_bias", False) for kind in OTHERS),
+        *((kind, {"mlp_bias": True}, "use_mlp_bias", False) for kind in OTHERS if kind != "deepseek_v2"),
         ("qwen2", {"attention_bias": True}, "use_bias", False),
         ("gemma2", {}, "attention_logit_cap", 50.0),
         ("gemma2", {"attn_logit_softcapping": None}, "attention_logit_cap", None),

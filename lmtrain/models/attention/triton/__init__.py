@@ -26,6 +26,6 @@ KERNEL = Kernel(
     platform="gpu",
     features=all_but("dropout", "float32", "very_wide_heads", "odd_values", "second_derivatives"),
     call=triton,
-    flops=(1.0, 3.5),
+    flops=(4, 3),
     unavailable=_unavailable,
 )
