@@ -24,6 +24,8 @@ Call = Callable[[jax.Array, jax.Array, jax.Array, jax.Array | float, Options], j
 class Kernel:
     """A kernel of attention, which the setting `attn_backend` selects by its name.
 
+    `latent` is called with the arrays of `self_attend_latent`; None: `call`, with the keys of all heads joined.
+
     `platform` is cpu, gpu or tpu, None for any. `features` are the supported keys of `FEATURES`. `auto` takes the
     kernel for sequences of at least `auto_from` tokens. `uses_block_size`: it follows `flash_attention_block_size`.
     `is_split`: the compiler splits it over devices, as plain operations; otherwise each device runs it on its part.
@@ -40,6 +42,7 @@ class Kernel:
     platform: str | None
     features: frozenset[str]
     call: Call
+    latent: Call | None = None
     auto_from: int = 0
     uses_block_size: bool = False
     is_split: bool = False
@@ -136,7 +139,10 @@ def self_attend_latent(
     kernel = kernel_of(backend)
 
     def call(q: jax.Array, keys: tuple[jax.Array, ...], own: Options) -> jax.Array:
-        return kernel.call(q, *join_keys(q.shape[-1], *keys), scale, own)
+        kv, shared = keys
+        if kernel.latent is not None:
+            return kernel.latent(q, kv, shared, scale, own)
+        return kernel.call(q, *join_keys(q.shape[-1], kv, shared), scale, own)
 
     return _run(kernel, call, q_BHSC, (kv_BHSE, shared_B1SR), more)
 

@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 
-from lmtrain.models.attention.kernel import self_attend
+from lmtrain.models.attention.kernel import self_attend, self_attend_latent
 
 BATCH = 2
 SINKS = np.float32([-1.0, 0.5, 2.0, 3.0])  # of four heads
@@ -13,6 +13,13 @@ def arrays(heads: int, kv_heads: int, length: int, width: int = 8, columns: int 
     """Queries, keys, values, and the gradient of the output; values have `columns`, by default `width`."""
     rng = np.random.default_rng(length)
     sizes = [(heads, width), (kv_heads, width), (kv_heads, columns or width), (heads, columns or width)]
+    return [rng.normal(size=(BATCH, number, length, dim)).astype(np.float32) for number, dim in sizes]
+
+
+def latent_arrays(heads: int, length: int, nope: int, rope: int, values: int) -> list[np.ndarray]:
+    """The arrays of latent attention, and the gradient of the output."""
+    rng = np.random.default_rng(length)
+    sizes = [(heads, nope + rope), (heads, nope + values), (1, rope), (heads, values)]
     return [rng.normal(size=(BATCH, number, length, dim)).astype(np.float32) for number, dim in sizes]
 
 
@@ -28,8 +35,10 @@ def run(kernel: str, inputs, scale: float = 0.3, ends=None, **options) -> dict[s
     sinks = {"sinks": jax.numpy.asarray(options.pop("sinks"))} if "sinks" in options else {}
 
     def both(q, k, v, d, sinks):
+        attend = self_attend if k.shape[-1] == q.shape[-1] else self_attend_latent
+
         def mix(q, k, v, sinks):
-            return self_attend(kernel, q, k, v, scale, **options, **sinks)
+            return attend(kernel, q, k, v, scale, **options, **sinks)
 
         mixed, pull = jax.vjp(mix, q, k, v, sinks)
         *of_arrays, of_sinks = pull(d)

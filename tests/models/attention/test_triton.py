@@ -1,7 +1,7 @@
 """The kernels for NVIDIA GPUs: interpreted against plain attention. Compiled: tests/compiled/."""
 
 import pytest
-from models.attention.compare import SINKS, arrays, assert_plain
+from models.attention.compare import SINKS, arrays, assert_plain, latent_arrays
 
 from lmtrain.models.attention.attend import alibi_slopes
 from lmtrain.models.attention.triton import blocks
@@ -15,6 +15,7 @@ SUITE = {
     "ALiBi, grouped heads": ((4, 2, 256, 8), {"ends": ENDS, "slopes": 4}),
     "sinks, grouped heads, window": ((4, 2, 256, 8), {"ends": ENDS, "sinks": SINKS, "window": 100}),
     "very wide values": ((2, 2, 200, 12, 384), {"ends": ENDS}),
+    "latent": (latent_arrays(2, 300, 9, 6, 5), {"ends": ENDS, "window": 100}),
 }
 LONG = {
     "wide": ((1, 1, 256, 64), {}),
@@ -22,6 +23,8 @@ LONG = {
     "odd number of heads": ((3, 3, 256, 8), {"ends": ENDS, "slopes": 3}),
     "very wide heads, upcast": ((1, 1, 128, 256), {"ends": ENDS, "upcast": True}),
     "values of odd width": ((1, 1, 100, 16, 100), {}),
+    "latent, sizes of DeepSeek": (latent_arrays(2, 200, 128, 64, 128), {"ends": ENDS}),
+    "latent, wide values": (latent_arrays(1, 130, 16, 16, 40), {}),
 }
 
 
@@ -36,7 +39,8 @@ def test_outputs_and_gradients_are_those_of_plain_attention(sizes, options):
     """Partial blocks, grouped heads, windows, documents, ALiBi, heads of odd widths, wide values."""
     if "slopes" in options:
         options = {**options, "slopes": alibi_slopes(options["slopes"], 8)}
-    assert_plain("triton", arrays(*sizes), rtol=1e-4, atol=5e-5, **options)
+    inputs = sizes if isinstance(sizes, list) else arrays(*sizes)
+    assert_plain("triton", inputs, rtol=1e-4, atol=5e-5, **options)
 
 
 @pytest.mark.long

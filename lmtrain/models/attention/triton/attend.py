@@ -10,7 +10,10 @@ no mask. On devices other than GPUs the kernels are interpreted: slow, and only 
 
 Values much wider than keys (a Backpack's senses) are mixed in parts of 128 columns; each part recomputes the scores.
 
+Of latent attention, the keys of a head and those that all heads share have products of their own.
+
     B batch  H query heads  K key heads  S positions  C width of queries and keys  D width of values
+    R width of the keys of all heads
 """
 
 import functools
@@ -26,13 +29,16 @@ from lmtrain.models.attention.attend import Options
 from lmtrain.models.attention.triton.blocks import (
     LOG2_E,
     MASKED,
+    Blocks,
     Inputs,
     Scores,
     Sizes,
     Static,
+    add_products,
     blocks_for,
     in_three,
     over_keys,
+    products,
 )
 from lmtrain.models.layers.remat import SAVED_ATTENTION
 from lmtrain.sharding.local import device_kind, platform
@@ -59,7 +65,7 @@ def mix(inputs: Inputs, static: Static) -> tuple[jax.Array, jax.Array]:
             pl.BlockSpec((None, None, rows), lambda i, h, b: (b, h, turn(i))),
         ],
         out_shape=[
-            jax.ShapeDtypeStruct((batch, length, heads, inputs.v.shape[-1]), inputs.q.dtype),
+            jax.ShapeDtypeStruct((batch, length, heads, sizes.value_width * sizes.parts), inputs.q.dtype),
             jax.ShapeDtypeStruct((batch, heads * sizes.parts, length), jnp.float32),
         ],
     )(inputs._replace(last=None))
@@ -71,17 +77,17 @@ def _kernel(
 ) -> None:
     rows, columns = static.blocks.queries, static.blocks.keys
     query = inputs.first_query + (number - 1 - pl.program_id(0)) * rows
-    q, first = sizes.load(inputs.q), inputs.first[...]
+    q, first = sizes.load_queries(inputs.q, slice(None)), inputs.first[...]
     scores = Scores(static, inputs)
 
     def add(j: Any, sums: Any, masked: bool) -> Any:
         highest, total, mixed = sums
         keys = pl.dslice(j * columns, columns)
-        s = scores(plgpu.dot(q, sizes.load(inputs.k.at[keys, :]).T), query, j * columns, first, masked)
+        s = scores(products(q, sizes.load_keys(inputs, keys)), query, j * columns, first, masked)
         higher = jnp.maximum(highest, s.max(axis=1))
         weights = jnp.exp2(s - higher[:, None])
         shrink = jnp.exp2(highest - higher)
-        v = sizes.load_values(inputs.v.at[keys, :])
+        v = sizes.load_values(inputs, keys)
         mixed = mixed * shrink[:, None] + plgpu.dot(weights.astype(v.dtype), v)
         return higher, total * shrink + weights.sum(axis=1), mixed
 
@@ -90,7 +96,7 @@ def _kernel(
     if static.has_sinks:  # seen first, with a value of 0
         begin = (jnp.full(rows, inputs.sinks[0] * LOG2_E), jnp.ones(rows, jnp.float32), zeros)
     highest, total, mixed = over_keys(add, query, first, rows, columns, key_blocks, begin)
-    plgpu.store(mixed_ref, (mixed / total[:, None]).astype(mixed_ref.dtype), mask=sizes.here_values)
+    sizes.mixed.store(mixed_ref, mixed / total[:, None])
     log_sum_ref[...] = highest + jnp.log2(total)
 
 
@@ -108,26 +114,36 @@ class Upstream(NamedTuple):
 
 
 def d_keys(inputs: Inputs, upstream: Upstream, static: Static) -> tuple[jax.Array, jax.Array]:
-    """The gradients of keys, for each part of the values, and of values."""
+    """The gradients of keys, for each part of the values, and of values; or of both together, and of the keys of all
+    heads for each head."""
     batch, keys, kv_heads, _ = inputs.k.shape
     length, rows, sizes = inputs.q.shape[1], static.blocks.dkv_keys, Sizes.of(inputs)
     # here `h` counts parts of key heads; with several parts, each key head has one query head
-    of_key = pl.BlockSpec((None, rows, None, sizes.tile), lambda j, h, b: (b, j, h // sizes.parts, 0))
+    of_key = pl.BlockSpec((None, rows, None, sizes.key_block), lambda j, h, b: (b, j, h // sizes.parts, 0))
     of_value = pl.BlockSpec((None, rows, None, sizes.part), lambda j, h, b: sizes.mixed_block(b, h, j))
     per_query = pl.BlockSpec((None, sizes.groups, length), lambda j, h, b: (b, h, 0))
-    d_k, d_v = static.call(
+    if inputs.shared is None:
+        second, of_second = jax.ShapeDtypeStruct(inputs.v.shape, inputs.v.dtype), of_value
+    else:
+        tile = pl.next_power_of_2(sizes.shared)
+        second = jax.ShapeDtypeStruct((batch, keys, kv_heads, sizes.shared), inputs.shared.dtype)
+        of_second = pl.BlockSpec((None, rows, None, tile), lambda j, h, b: (b, j, h, 0))
+    d_k, d_second = static.call(
         functools.partial(_keys_kernel, static=static, sizes=sizes, blocks=length // static.blocks.dkv_queries),
         "attention_d_keys",
         grid=(keys // rows, kv_heads * sizes.parts, batch),
         in_specs=[
             Inputs(
-                pl.BlockSpec((None, length, sizes.groups, sizes.tile), lambda j, h, b: (b, 0, h // sizes.parts, 0)),
+                pl.BlockSpec(
+                    (None, length, sizes.groups, sizes.query_block), lambda j, h, b: (b, 0, h // sizes.parts, 0)
+                ),
                 of_key,
-                of_value,
+                None if sizes.shared else of_value,
                 *sizes.scalars(sizes.groups),
                 pl.BlockSpec((None, length), lambda j, h, b: (b, 0)),
                 pl.BlockSpec((None, rows), lambda j, h, b: (b, j)),
                 sizes.begin(inputs),
+                sizes.of_all(rows, lambda j: j),
             ),
             Upstream(
                 per_query,
@@ -135,18 +151,19 @@ def d_keys(inputs: Inputs, upstream: Upstream, static: Static) -> tuple[jax.Arra
                 pl.BlockSpec((None, length, sizes.groups, sizes.part), lambda j, h, b: sizes.mixed_block(b, h, 0)),
             ),
         ],
-        out_specs=[pl.BlockSpec((None, rows, None, sizes.tile), lambda j, h, b: (b, j, h, 0)), of_value],
-        out_shape=[_per_part(inputs.k, sizes), jax.ShapeDtypeStruct(inputs.v.shape, inputs.v.dtype)],
+        out_specs=[pl.BlockSpec((None, rows, None, sizes.key_block), lambda j, h, b: (b, j, h, 0)), of_second],
+        out_shape=[_per_part(inputs.k, sizes), second],
     )(inputs, upstream)
-    return d_k, d_v
+    return d_k, d_second
 
 
 def _keys_kernel(
-    inputs: Inputs, upstream: Upstream, d_k_ref: Any, d_v_ref: Any, *, static: Static, sizes: Sizes, blocks: int
+    inputs: Inputs, upstream: Upstream, d_k_ref: Any, d_second_ref: Any, *, static: Static, sizes: Sizes, blocks: int
 ) -> None:
     rows, columns = static.blocks.dkv_keys, static.blocks.dkv_queries
     key, first_query = pl.program_id(0) * rows, inputs.first_query
-    k, v, last = sizes.load(inputs.k), sizes.load_values(inputs.v), inputs.last[...]
+    k, v = sizes.load_keys(inputs, slice(None)), sizes.load_values(inputs, slice(None))
+    last = inputs.last[...]
 
     def queries_before(position: Any) -> Any:
         return jnp.maximum(position - first_query, 0)
@@ -163,19 +180,21 @@ def _keys_kernel(
         def add(i: Any, sums: Any, masked: bool) -> Any:
             d_k, d_v = sums
             queries = pl.dslice(i * columns, columns)
-            q, d = sizes.load(inputs.q.at[queries, g, :]), sizes.load_values(upstream.d_mixed.at[queries, g, :])
-            s = scores.transposed(plgpu.dot(k, q.T), first_query + i * columns, key, inputs.first[queries], masked)
+            q, d = sizes.load_queries(inputs.q, queries, g), sizes.mixed.load(upstream.d_mixed, queries, g)
+            s = scores.transposed(products(k, q), first_query + i * columns, key, inputs.first[queries], masked)
             weights = jnp.exp2(s - upstream.log_sum[g, queries][None, :])
             d_v = d_v + plgpu.dot(weights.astype(d.dtype), d)
             d_scores = scores.before_cap(weights * (plgpu.dot(v, d.T) - upstream.mean[g, queries][None, :]), s)
-            return d_k + plgpu.dot(d_scores.astype(q.dtype), q), d_v
+            return add_products(d_k, d_scores, q), d_v
 
         return in_three(add, begin, whole, partly, end, sums)
 
-    zeros = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
+    zeros = tuple(jnp.zeros(part.shape, jnp.float32) for part in k), jnp.zeros(v.shape, jnp.float32)
     d_k, d_v = jax.lax.fori_loop(0, sizes.groups, of_head, zeros)
-    plgpu.store(d_k_ref, (d_k * inputs.scale[0]).astype(d_k_ref.dtype), mask=sizes.here)
-    plgpu.store(d_v_ref, d_v.astype(d_v_ref.dtype), mask=sizes.here_values)
+    refs = (d_k_ref, *([d_second_ref] if sizes.shared else []))
+    for columns_of, ref, d in zip(sizes.keys, refs, d_k, strict=True):
+        columns_of.store(ref, d * inputs.scale[0])
+    sizes.values.store(d_k_ref if sizes.shared else d_second_ref, d_v)
 
 
 def d_queries(inputs: Inputs, upstream: Upstream, static: Static) -> jax.Array:
@@ -200,7 +219,7 @@ def d_queries(inputs: Inputs, upstream: Upstream, static: Static) -> jax.Array:
         "attention_d_queries",
         grid=(number, heads * sizes.parts, batch),
         in_specs=[sizes.by_query(inputs, rows, turn), Upstream(per_query, per_query, of_mixed)],
-        out_specs=pl.BlockSpec((None, rows, None, sizes.tile), lambda i, h, b: (b, turn(i), h, 0)),
+        out_specs=pl.BlockSpec((None, rows, None, sizes.query_block), lambda i, h, b: (b, turn(i), h, 0)),
         out_shape=_per_part(inputs.q, sizes),
     )(inputs._replace(last=None), upstream)
     return d_q
@@ -211,20 +230,22 @@ def _queries_kernel(
 ) -> None:
     rows, columns = static.blocks.dq_queries, static.blocks.dq_keys
     query = inputs.first_query + (number - 1 - pl.program_id(0)) * rows
-    q, d = sizes.load(inputs.q), sizes.load_values(upstream.d_mixed)
+    q, d = sizes.load_queries(inputs.q, slice(None)), sizes.mixed.load(upstream.d_mixed, slice(None))
     first, log_sum, mean = inputs.first[...], upstream.log_sum[...], upstream.mean[...]
     scores = Scores(static, inputs)
 
-    def add(j: Any, d_q: jax.Array, masked: bool) -> jax.Array:
+    def add(j: Any, d_q: tuple[jax.Array, ...], masked: bool) -> tuple[jax.Array, ...]:
         keys = pl.dslice(j * columns, columns)
-        k = sizes.load(inputs.k.at[keys, :])
-        s = scores(plgpu.dot(q, k.T), query, j * columns, first, masked)
-        d_weights = plgpu.dot(d, sizes.load_values(inputs.v.at[keys, :]).T)
+        k = sizes.load_keys(inputs, keys)
+        s = scores(products(q, k), query, j * columns, first, masked)
+        d_weights = plgpu.dot(d, sizes.load_values(inputs, keys).T)
         d_scores = scores.before_cap(jnp.exp2(s - log_sum[:, None]) * (d_weights - mean[:, None]), s)
-        return d_q + plgpu.dot(d_scores.astype(k.dtype), k)
+        return add_products(d_q, d_scores, k)
 
-    d_q = over_keys(add, query, first, rows, columns, key_blocks, jnp.zeros(q.shape, jnp.float32))
-    plgpu.store(d_q_ref, (d_q * inputs.scale[0]).astype(d_q_ref.dtype), mask=sizes.here)
+    zeros = tuple(jnp.zeros(part.shape, jnp.float32) for part in q)
+    d_q = over_keys(add, query, first, rows, columns, key_blocks, zeros)
+    for columns_of, each in zip(sizes.queries, d_q, strict=True):
+        columns_of.store(d_q_ref, each * inputs.scale[0])
 
 
 def _per_part(x: jax.Array, sizes: Sizes) -> jax.ShapeDtypeStruct:
@@ -242,8 +263,31 @@ def attend(
     Equal neighbours in `segments` are one document. Scores are float32, scaled after the product. Values of more than
     256 columns have a multiple of 128, and a key head for each query head.
     """
-    length, width = q_BHSC.shape[2:]
-    blocks = blocks_for(width, v_BKSC.shape[-1], device_kind())
+    blocks = blocks_for(q_BHSC.shape[-1], v_BKSC.shape[-1], device_kind())
+    return _mixed(q_BHSC, k_BKSC, v_BKSC, None, scale, options, blocks)
+
+
+def attend_latent(
+    q_BHSC: jax.Array, kv_BHSE: jax.Array, shared_B1SR: jax.Array, scale: jax.Array | float, options: Options
+) -> jax.Array:
+    """`attend` of latent attention, as in `self_attend_latent`; values have 256 columns at most. -> [B, H, S, D]"""
+    shared = shared_B1SR.shape[-1]
+    width = q_BHSC.shape[-1] - shared
+    blocks = blocks_for(width, kv_BHSE.shape[-1] - width, device_kind(), shared)
+    return _mixed(q_BHSC, kv_BHSE, None, shared_B1SR[:, 0], scale, options, blocks)
+
+
+def _mixed(
+    q_BHSC: jax.Array,
+    k_BKSC: jax.Array,
+    v_BKSC: jax.Array | None,
+    shared_BSR: jax.Array | None,
+    scale: jax.Array | float,
+    options: Options,
+    blocks: Blocks,
+) -> jax.Array:
+    """The arrays of `Inputs` with heads first, which can be a part of the queries, and any length."""
+    length = q_BHSC.shape[2]
     static = Static(blocks, options.slopes is not None, options.sinks is not None, options.cap, platform() != "gpu")
 
     def pad(x: jax.Array, axis: int, **more: Any) -> jax.Array:
@@ -252,7 +296,10 @@ def attend(
         return jnp.pad(x, [(0, extra if axis == number else 0) for number in range(x.ndim)], **more)
 
     # projections return [B, S, H, C], and the compiler drops a transposition and its inverse: nothing is copied
-    q, k, v = (pad(x.transpose(0, 2, 1, 3), 1) for x in (q_BHSC, k_BKSC, v_BKSC))
+    q, k, v = (None if x is None else pad(x.transpose(0, 2, 1, 3), 1) for x in (q_BHSC, k_BKSC, v_BKSC))
+    assert q is not None
+    assert k is not None
+    shared = None if shared_BSR is None else pad(shared_BSR, 1)
     segments = jnp.zeros((len(k), k_BKSC.shape[2]), jnp.int32) if options.segments is None else options.segments
     first, last = _ranges(pad(segments, 1, constant_values=-1), options.window)
     begin = None
@@ -265,7 +312,7 @@ def attend(
         jnp.zeros(q.shape[2], jnp.float32) if x is None else jnp.asarray(x, jnp.float32)
         for x in (options.slopes, options.sinks)
     )
-    mixed_BSHD = _attend(Inputs(q, k, v, scales, slopes, sinks, first, last, begin), static)[:, :length]
+    mixed_BSHD = _attend(Inputs(q, k, v, scales, slopes, sinks, first, last, begin, shared), static)[:, :length]
     return mixed_BSHD.transpose(0, 2, 1, 3)
 
 
@@ -302,7 +349,7 @@ def _backward(static: Static, saved: Any, d_mixed: jax.Array) -> tuple[Inputs]:
     # for each part of the values: only one part uses their sum, since scores are the same for all parts
     mean = jnp.repeat(products.sum(-1).transpose(0, 2, 1), parts, axis=1) / parts
     upstream = Upstream(log_sum, mean, d_mixed.astype(q.dtype))
-    d_k, d_v = d_keys(inputs, upstream, static)
+    d_k, d_second = d_keys(inputs, upstream, static)
     d_q = d_queries(inputs, upstream, static)
     if parts > 1:
         d_q, d_k = (d.reshape(*x.shape[:3], parts, x.shape[3]).sum(3).astype(x.dtype) for d, x in ((d_q, q), (d_k, k)))
@@ -310,7 +357,10 @@ def _backward(static: Static, saved: Any, d_mixed: jax.Array) -> tuple[Inputs]:
     if static.has_sinks:
         weights = jnp.exp2(jnp.repeat(inputs.sinks * LOG2_E, parts)[:, None] - log_sum)
         d_sinks = -(weights * mean).sum((0, 2)).reshape(-1, parts).sum(1)
-    return (Inputs(d_q, d_k, d_v, None, None, d_sinks, None, None, None),)
+    rest = (None, None, d_sinks, None, None, None)
+    if inputs.shared is None:
+        return (Inputs(d_q, d_k, d_second, *rest),)
+    return (Inputs(d_q, d_k, None, *rest, d_second.sum(2, dtype=jnp.float32).astype(d_second.dtype)),)
 
 
 _attend.defvjp(_forward, _backward)
