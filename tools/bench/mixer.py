@@ -1,8 +1,8 @@
 """A mixer of positions, forward and backward, as compiled for one v5p or H100, without the device: a layer of Gated
-DeltaNet with the sizes of Qwen3-Next, of 32,768 tokens, or the attention of latents with those of DeepSeek-V2-Lite, of 4
-sequences of 4,096, alone or in its layer.
+DeltaNet with the sizes of Qwen3-Next and 32,768 tokens, or the attention of latents with the sizes of DeepSeek-V2-Lite
+and 4 sequences of 4,096 tokens, alone or in its layer.
 
-    .venv-compiled/bin/python tools/bench/mixer.py delta | latent | latent_layer [--device v5p | h100] [--tokens N] [--xla]
+    .venv-compiled/bin/python tools/bench/mixer.py delta | latent | latent_layer [--device v5p | h100] [--xla]
 
 Prints memory traffic and temporary memory. For a v5p also cycles: those that the compiler estimates outside of
 kernels, and the bundles of instructions of the kernels, of which two cores execute one each at a time; peak: the
@@ -60,7 +60,9 @@ def delta_layer(kind: str, tokens: int, by_xla: bool, on: Any) -> tuple:
         hidden_dim=2048, num_heads=16, num_layers=2, seq_len=tokens, layer_pattern=["linear", "full"],
         linear_attention={},
     )  # fmt: skip
-    return of_layer(GatedDelta(config.of_kind(config.pattern[0])), jax.ShapeDtypeStruct((1, tokens, 2048), jnp.bfloat16), on)
+    return of_layer(
+        GatedDelta(config.of_kind(config.pattern[0])), jax.ShapeDtypeStruct((1, tokens, 2048), jnp.bfloat16), on
+    )
 
 
 def of_layer(layer: Any, x: Any, on: Any) -> tuple:
@@ -205,7 +207,8 @@ def main() -> None:
         flags = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
         environment["LIBTPU_INIT_ARGS"] = flags
         subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
-        found = {kernel: bundles(Path(folder), kernel) for kernel in ("fwd", "dq", "dkv")}
+        own = ("latent_attention_forward", "latent_attention_backward")
+        found = {kernel: bundles(Path(folder), kernel) for kernel in (("fwd", "dq", "dkv") if args.xla else own)}
     print(f"bundles for a block of queries and one of keys: {found}, {sum(found.values())} together")
 
 

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 
 from lmtrain.models.attention.attend import Options
 from lmtrain.models.attention.blockwise import mean_blocks
-from lmtrain.models.attention.kernel import Kernel, all_but
+from lmtrain.models.attention.kernel import Kernel, all_but, join_keys
 from lmtrain.models.layers.remat import SAVED_ATTENTION
-from lmtrain.sharding.local import platform
+from lmtrain.sharding.local import device_kind, platform
 
 # Blocks are multiples of this.
 _STEP = 128
@@ -65,6 +65,21 @@ def splash(
     return mixed[:, :, :given]
 
 
+def splash_latent(
+    q_BHSC: jax.Array, kv_BHSE: jax.Array, shared_B1SR: jax.Array, scale: jax.Array | float, options: Options
+) -> jax.Array:
+    """The attention of latents (see `Kernel`), by kernels of our own where they fit. -> [B, H, S, V]"""
+    from lmtrain.models.attention import latent_mosaic as own
+
+    length, width, rope = *q_BHSC.shape[2:], shared_B1SR.shape[-1]
+    is_v4 = "v4" in device_kind().lower()
+    block = block_for(length, options.window, options.block_size, is_v4 or q_BHSC.dtype == jnp.float32)
+    fits = own.bytes_on_core(_up(length, block), width, rope) <= own.CORE_BYTES // 2
+    if (width - rope) % 128 or is_v4 or not fits:
+        return splash(q_BHSC, *join_keys(width, kv_BHSE, shared_B1SR), scale, options)
+    return own.attend_latent(q_BHSC, kv_BHSE, shared_B1SR, float(scale), options, block)
+
+
 def block_for(length: int, window: int | None, wish: int | None, is_wide: bool) -> int:
     """The size of blocks in positions: the wish, rounded up to a multiple of 128, else the one with the fewest
     instructions for all pairs of blocks that are not masked entirely, padding included."""
@@ -89,6 +104,7 @@ KERNEL = Kernel(
     platform="tpu",
     features=all_but("alibi", "part", "dropout", "upcast", "wide_values", "odd_values", "second_derivatives"),
     call=splash,
+    latent=splash_latent,
     uses_block_size=True,
     flops=(4, 3),
 )

@@ -5,7 +5,7 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
-from models.attention.compare import SINKS, arrays, assert_plain
+from models.attention.compare import SINKS, arrays, assert_plain, latent_arrays
 
 from lmtrain.models.attention import splash
 from lmtrain.models.attention.kernel import self_attend
@@ -21,6 +21,9 @@ from lmtrain.models.attention.kernel import self_attend
         ((2, 2, 30), {"window": 20}),
         ((4, 2, 200), {"cap": 0.8, "window": 50, "ends": [[40, 70], [90, 150]]}),
         ((4, 2, 200), {"sinks": SINKS, "window": 50, "ends": [[40, 170], [90, 150]]}),
+        (latent_arrays(2, 500, 128, 16, 32), {"ends": [[40, 470], [90, 150]]}),
+        (latent_arrays(3, 300, 128, 16, 32), {"window": 140}),
+        (latent_arrays(2, 200, 12, 4, 8), {"ends": [[40, 70], [90, 150]]}),
     ],
     ids=[
         "plain",
@@ -30,10 +33,14 @@ from lmtrain.models.attention.kernel import self_attend
         "short",
         "cap",
         "sinks",
+        "latent",
+        "latent, window",
+        "latent, odd width",
     ],
 )
 def test_outputs_and_gradients_are_those_of_plain_attention(sizes, options):
-    assert_plain("splash", arrays(*sizes), rtol=1e-5, atol=1e-5, block_size=128, **options)
+    inputs = sizes if isinstance(sizes, list) else arrays(*sizes)
+    assert_plain("splash", inputs, rtol=1e-5, atol=1e-5, block_size=128, **options)
 
 
 def lowered(length: int, block_size: int | None, dim: int = 64, window: int | None = None) -> str:

@@ -26,6 +26,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from lmtrain.models.attention.attend import Options
+from lmtrain.models.attention.ranges import ranges
 from lmtrain.models.attention.triton.blocks import (
     LOG2_E,
     MASKED,
@@ -301,7 +302,7 @@ def _mixed(
     assert k is not None
     shared = None if shared_BSR is None else pad(shared_BSR, 1)
     segments = jnp.zeros((len(k), k_BKSC.shape[2]), jnp.int32) if options.segments is None else options.segments
-    first, last = _ranges(pad(segments, 1, constant_values=-1), options.window)
+    first, last = ranges(pad(segments, 1, constant_values=-1), options.window)
     begin = None
     if options.first_query is not None:
         begin = options.first_query.reshape(1)
@@ -314,19 +315,6 @@ def _mixed(
     )
     mixed_BSHD = _attend(Inputs(q, k, v, scales, slopes, sinks, first, last, begin, shared), static)[:, :length]
     return mixed_BSHD.transpose(0, 2, 1, 3)
-
-
-def _ranges(segments_BS: jax.Array, window: int | None) -> tuple[jax.Array, jax.Array]:
-    """The first key that each query sees, and the last query that sees each key, int32 [B, S]; both non-decreasing."""
-    at = jnp.arange(segments_BS.shape[1], dtype=jnp.int32)
-    changes = segments_BS[:, 1:] != segments_BS[:, :-1]
-    begins = jnp.pad(changes, ((0, 0), (1, 0)), constant_values=True)
-    ends = jnp.pad(changes, ((0, 0), (0, 1)), constant_values=True)
-    first = jax.lax.cummax(jnp.where(begins, at, 0), axis=1)
-    last = jax.lax.cummin(jnp.where(ends, at, len(at) - 1), axis=1, reverse=True)
-    if window is not None:
-        first, last = jnp.maximum(first, at - window + 1), jnp.minimum(last, at + window - 1)
-    return first, last
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
