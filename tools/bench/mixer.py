@@ -1,12 +1,12 @@
-"""A mixer of positions, forward and backward, as compiled for one v5p or H100, without the device: a layer of Gated
+"""A mixer of positions, forward and backward, as compiled for one device that is not here: a layer of Gated
 DeltaNet with the sizes of Qwen3-Next and 32,768 tokens, or the attention of latents with the sizes of DeepSeek-V2-Lite
 and 4 sequences of 4,096 tokens, alone or in its layer.
 
-    .venv-compiled/bin/python tools/bench/mixer.py delta | latent | latent_layer [--device v5p | h100] [--xla]
+    .venv-compiled/bin/python tools/bench/mixer.py delta | latent | latent_layer [--device KIND] [--xla]
 
-Prints memory traffic and temporary memory. For a v5p also cycles: those that the compiler estimates outside of
+Prints memory traffic and temporary memory. For a TPU also cycles (of a v5p): those that the compiler estimates outside of
 kernels, and the bundles of instructions of the kernels, of which two cores execute one each at a time; peak: the
-products of the projections at the device's highest rate. For an H100 the number of launches, and what the assembler
+products of the projections at the device's highest rate. For a GPU the number of launches, and what the assembler
 says of each kernel: registers of a thread, bytes that do not fit into them, and instructions of matrix units by kind.
 With --xla, without kernels, or those of latents: the attention of keys that are joined.
 """
@@ -25,6 +25,11 @@ from splash_blocks import ENVIRONMENT, bundles
 CORES, CLOCK, RATE = 2, 1.75e9, 459e12
 
 
+# Devices and the smallest topologies of them.
+SHAPES = {"v5p": (2, 2, 1), "v5e": (2, 2), "v6e": (2, 2), "h100": (1,), "a100": (1,)}
+
+GPUS = {"h100": "sm_90a", "a100": "sm_80"}
+
 # Instructions of a compiled program that launch nothing.
 NO_LAUNCH = {
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "call", "conditional", "iota",
@@ -38,8 +43,7 @@ def open_device(kind: str) -> Any:
     from lmtrain.plan.worker import open_devices
     from lmtrain.sharding import local
 
-    target = Target(kind="h100", shape=(1,)) if kind == "h100" else Target(kind="v5p", shape=(2, 2, 1))
-    device = open_devices(target, True)[0]
+    device = open_devices(Target(kind=kind, shape=SHAPES[kind]), True)[0]
     local._device = lambda: device
     return device
 
@@ -100,7 +104,7 @@ def latent(kind: str, tokens: int, by_xla: bool, on: Any, has_layer: bool) -> tu
     from lmtrain.models.latent.layer import LatentAttention
     from lmtrain.models.llama.config import LlamaConfig
 
-    name, module = ("triton", triton) if kind == "h100" else ("splash", splash)
+    name, module = ("triton", triton) if kind in GPUS else ("splash", splash)
     if by_xla:
         module.KERNEL = dataclasses.replace(module.KERNEL, latent=None)
     config = LlamaConfig(hidden_dim=2048, num_heads=16, num_layers=1, seq_len=tokens, latent_attention={})
@@ -145,7 +149,7 @@ def compile_mixer(mixer: str, kind: str, tokens: int, by_xla: bool) -> None:
     found = measure(text, Network(mesh={}, slice_ids=[0]))
     temporary = compiled.memory_analysis().temp_size_in_bytes / 2**30
     print(f"HBM {found.hbm_bytes / 1e9:.1f} GB, temporary {temporary:.2f} GiB")
-    if kind == "h100":
+    if kind in GPUS:
         launched = (each for each in walk(parse_hlo(text))[0] if each.fusion is None)
         number = sum(each.times for each in launched if each.instruction.opcode not in NO_LAUNCH)
         print(
@@ -157,12 +161,12 @@ def compile_mixer(mixer: str, kind: str, tokens: int, by_xla: bool) -> None:
     print(f"outside of kernels {found.cycles / 1e6:.1f} M cycles, products at peak {peak:.1f} M", flush=True)
 
 
-def assembled(folder: Path) -> None:
+def assembled(folder: Path, architecture: str) -> None:
     """Assemble the kernels of a compiled program again, and print what the assembler says."""
     (assembler,) = Path(sys.prefix).glob("lib/python*/site-packages/nvidia/cuda_nvcc/bin/ptxas")
     for path in folder.glob("*.ptx"):
         text = path.read_text()
-        command = [str(assembler), "-v", "-arch=sm_90a", str(path), "-o", "/dev/null"]
+        command = [str(assembler), "-v", f"-arch={architecture}", str(path), "-o", "/dev/null"]
         report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
         for part in text.split(".visible .entry ")[1:]:
             name = part.partition("(")[0]
@@ -181,7 +185,7 @@ def main() -> None:
     """The compiler of a process of its own writes the schedules of kernels to a temporary folder."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("mixer", choices=("delta", "latent", "latent_layer"), help="what mixes the positions")
-    parser.add_argument("--device", default="v5p", choices=("v5p", "h100"), help="kind of device")
+    parser.add_argument("--device", default="v5p", choices=SHAPES, help="kind of device")
     parser.add_argument("--tokens", type=int, help="length of a sequence")
     parser.add_argument("--xla", action="store_true", help="without kernels")
     parser.add_argument("--compile", action="store_true", help=argparse.SUPPRESS)
@@ -192,11 +196,11 @@ def main() -> None:
         return
     command = [sys.executable, __file__, "--compile", *sys.argv[1:]]
     environment = {**os.environ, **ENVIRONMENT}
-    if args.device == "h100":
+    if args.device in GPUS:
         with tempfile.TemporaryDirectory() as folder:
             environment["XLA_FLAGS"] = f"--xla_dump_to={folder}"
             subprocess.run(command, env=environment, check=True)
-            assembled(Path(folder))
+            assembled(Path(folder), GPUS[args.device])
         return
     subprocess.run(command, env=environment, check=True)
     if args.mixer == "delta":
