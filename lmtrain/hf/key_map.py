@@ -24,7 +24,7 @@ class Row:
     as in torch's Linear. With `vocab`, the first dimension is the vocabulary, which ours pads. With `cut`, ours may
     be the first rows of theirs, for fewer positions. Theirs is ours multiplied by `factor`. What is `exact` has float32
     in every file and every run. `has_middle`: their matrix has a dimension of 1 between its two, as the kernel of a
-    depthwise convolution in torch. `pairs`: the first dimension of theirs has blocks of the first of these sizes, whose
+    depthwise convolution in torch. Modules after the last layer have the next `layers`. `pairs`: the first dimension of theirs has blocks of the first of these sizes, whose
     last dimensions, of the second size, are rotated: in pairs of neighbours there, and in two halves here.
 
     Rows with equal `theirs` are joined in their order by a dimension of their tensor, `axis`; with `groups`, each has
@@ -165,13 +165,14 @@ def build_pieces(table: Table, shapes: Mapping[str, Sequence[int]], num_layers: 
 
     entries = list(joined_rows(table))
     stacked = [entry for entry in entries if _is_stacked(entry)]
+    ends = [row.layers[-1] + 1 for row in table if isinstance(row, Row) and row.layers]
     return [
         *(piece for entry in entries if not _is_stacked(entry) for piece in pieces(entry, None)),
         *(
             piece
-            for layer in range(num_layers)
+            for layer in range(max(num_layers, *ends, 0))
             for entry in stacked
-            if isinstance(entry, Zeros) or _is_in(entry[0], layer)
+            if (layer < num_layers if isinstance(entry, Zeros) else _is_in(entry[0], layer, num_layers))
             for piece in pieces(entry, layer)
         ),
     ]
@@ -196,8 +197,9 @@ def _is_stacked(entry: Zeros | tuple[Row, ...]) -> bool:
     return entry.is_stacked if isinstance(entry, Zeros) else entry[0].is_stacked
 
 
-def _is_in(row: Row, layer: int) -> bool:
-    return all(layers is None or layer in layers for layers in (row.layers, row.named_in))
+def _is_in(row: Row, layer: int, num_layers: int) -> bool:
+    is_block = layer < num_layers if row.layers is None else layer in row.layers
+    return is_block and (row.named_in is None or layer in row.named_in)
 
 
 def take(piece: Piece, get: Callable[[str, tuple[int, ...]], np.ndarray], vocab_size: int) -> np.ndarray:

@@ -11,7 +11,8 @@ from lmtrain.runtime.errors import UserError, suggest_name
 
 ALL_LINEAR = "all-linear"
 _KERNEL, _WEIGHT = "/kernel", ".weight"
-_MIXTURE = "blocks/moe/"
+_BLOCKS = "blocks/"
+_MIXTURE = f"{_BLOCKS}moe/"
 
 # Names of an adapter's arrays.
 A, B = "lora_a", "lora_b"
@@ -77,6 +78,8 @@ def list_sites(table: Table, shapes: Mapping[str, Sequence[int]]) -> list[Site]:
     for rows in joined_rows(table):
         row = rows if isinstance(rows, Zeros) else rows[0]
         if isinstance(row, Zeros) or not row.ours.endswith(_KERNEL) or _last_name(row) in without:
+            continue
+        if not row.ours.startswith(_BLOCKS) and row.is_stacked:  # modules after the last block
             continue
         layers = (row.layers or tuple(range(shapes[row.ours][0]))) if row.is_stacked else None
         shape = shapes[row.ours][1:] if row.is_stacked else shapes[row.ours]

@@ -159,7 +159,11 @@ class FurtherLoss(NamedTuple):
 
     output: str
     shift: int
-    coefficient: float
+    coefficient: "Coefficient"
+
+
+# A number, or numbers by the step from which on they hold, the first of which is 0.
+Coefficient = float | tuple[tuple[int, float], ...]
 
 
 class Sizes(Section):

@@ -6,6 +6,7 @@ from typing import NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
+from lmtrain.models.base_config import Coefficient
 from lmtrain.models.interface import Outputs
 from lmtrain.models.params import Auxiliary
 
@@ -36,7 +37,16 @@ class Weighted(NamedTuple):
     """A loss, and the coefficient of its mean."""
 
     loss: Loss
-    coefficient: float = 1.0
+    coefficient: Coefficient = 1.0
+
+    def coefficient_at(self, step: jax.Array) -> jax.Array:
+        """The coefficient in an update, float32."""
+        if not isinstance(self.coefficient, tuple):
+            return jnp.float32(self.coefficient)
+        value = jnp.float32(0)
+        for begin, own in self.coefficient:
+            value = jnp.where(step >= begin, own, value)
+        return value
 
 
 # The losses that a run minimizes the sum of, by the name under which they are logged, `train/<name>`. `LOSS` is the
@@ -51,12 +61,13 @@ def main_loss(objective: Objective) -> Loss:
 
 
 def further_sums(objective: Objective, outputs: Outputs, batch: Mapping[str, jax.Array]) -> dict[str, Auxiliary]:
-    """The sums of the losses besides the main one, by the name of their metric. What they log is not logged."""
+    """The sums of the losses besides the main one, by the name of their metric, without their coefficients. What they
+    log is not logged."""
     found = {}
-    for name, (loss, coefficient) in objective.items():
+    for name, (loss, _) in objective.items():
         if name != LOSS:
             weight = jax.lax.stop_gradient(loss.weights(batch).sum().astype(jnp.float32))
-            found[f"train/{name}"] = Auxiliary(loss.loss_sum(outputs, batch).total, weight, coefficient)
+            found[f"train/{name}"] = Auxiliary(loss.loss_sum(outputs, batch).total, weight, 1.0)
     return found
 
 

@@ -13,6 +13,7 @@ PARAMETER_AXES = {
     "senses": "senses of a Backpack",
     "head_dim": "width of one head",
     "qkv": "queries, keys and values, stacked",
+    "joined": "two residual streams, as inputs of a matrix",
     "latent": "width of a latent of attention, as inputs of a matrix",
     "to_latent": "width of a latent of attention, as outputs of a matrix",
     "mlp": "width of the MLP",

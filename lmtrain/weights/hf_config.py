@@ -105,7 +105,7 @@ def _with_written(theirs: Mapping[str, Any], config: RunConfig, source: str) -> 
     given = ours.model_fields_set if "model" in config.model_fields_set else set()
     if "type" in given and ours.type != theirs["type"]:
         raise UserError(f"model.type: {ours.type}, but {source} is of type {theirs['type']}")
-    excess = sorted(given & settings_of(type(ours), Role.ARCHITECTURE) - {"type", "rope", "moe"})
+    excess = sorted(given & settings_of(type(ours), Role.ARCHITECTURE) - {"type", "rope", "moe", "mtp"})
     moe = getattr(ours, "moe", None) if "moe" in given else None
     if moe is not None:
         excess += sorted(f"moe.{name}" for name in moe.model_fields_set & settings_of(type(moe), Role.ARCHITECTURE))
@@ -118,6 +118,8 @@ def _with_written(theirs: Mapping[str, Any], config: RunConfig, source: str) -> 
     if excess:
         raise UserError(f"model.{excess[0]}: defined by {source} because of use_hf_model_config; remove one of the two")
     written = dict(theirs) | {name: getattr(ours, name) for name in given}
+    if "mtp" in given and (mtp := getattr(ours, "mtp", None)) is not None:
+        written["mtp"] = mtp.model_dump(exclude_unset=True)
     if moe is not None:
         written["moe"] = theirs["moe"] | {name: getattr(moe, name) for name in moe.model_fields_set}
     if "rope" in given:

@@ -201,13 +201,15 @@ def load_hf_params(
 def build_hf_pieces(config: ModelConfig, model: LanguageModel) -> list[Piece]:
     """The tensors that a model of this config has in the Hugging Face format."""
     shapes = shapes_by_path(abstract_params(model))
+    if getattr(config, "mtp", None) is None:  # left out of an export
+        shapes = {path: shape for path, shape in shapes.items() if not path.startswith("mtp/")}
     return build_pieces(hf_family(config.type).table(config), shapes, config.num_layers, model.vocab_size)
 
 
 def _match(ref: str, weights: Weights, pieces: Sequence[Piece], config: ModelConfig, layout: Layout) -> dict[str, str]:
     """The stored name of each piece. Raises `UserError` unless they match one to one, with equal shapes."""
     canonical = hf_family(config.type).canonical
-    stored = {known: name for name in weights.shapes if (known := canonical(name)) is not None}
+    stored = {known: name for name in weights.shapes if (known := canonical(name, config)) is not None}
     if left_out := sorted(weights.shapes.keys() - stored.values()):
         log.info(f"{ref}: {len(left_out)} tensors are left out, such as {left_out[0]}")
     expected = {piece.name: piece for piece in pieces}

@@ -57,7 +57,7 @@ def table(config: BackpackConfig) -> Table:
     ]
 
 
-def canonical(name: str) -> str | None:
+def canonical(name: str, config: BackpackConfig) -> str | None:
     """A tensor's name as in `table`; None for masks, and for duplicate names of the embeddings in published files."""
     if name.endswith((".attn.bias", ".attn.masked_bias")):
         return None

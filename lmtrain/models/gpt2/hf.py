@@ -61,7 +61,7 @@ def table(config: Gpt2Config) -> Table:
     return [*trunk(config, "transformer."), *untied]
 
 
-def canonical(name: str) -> str | None:
+def canonical(name: str, config: Gpt2Config) -> str | None:
     """A tensor's name as in `table`; None for other tensors. The first files on the hub have no prefix."""
     if name.endswith((".attn.bias", ".attn.masked_bias")):
         return None  # causal masks

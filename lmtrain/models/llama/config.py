@@ -1,18 +1,58 @@
 """Settings of the Llama family."""
 
+import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import model_validator
 
-from lmtrain.config.section import architecture, identity
-from lmtrain.models.base_config import POSITIONS, BaseModelConfig, Mixture, RopeConfig
+from lmtrain.config.section import architecture, execution, identity
+from lmtrain.models.base_config import (
+    POSITIONS,
+    BaseModelConfig,
+    Coefficient,
+    FurtherLoss,
+    Mixture,
+    RopeConfig,
+    Sizes,
+)
 from lmtrain.models.gated_delta.config import GatedDeltaConfig, GatedDeltaMixer
 from lmtrain.models.latent.config import LatentAttentionConfig, LatentMixer
 from lmtrain.models.llama.layer_kinds import LayerEntry, LayerKind, shortest_period
 from lmtrain.models.mixer import Mixer, linear_flops, mlp_flops
 from lmtrain.models.moe.config import MoeConfig
 from lmtrain.runtime.errors import field_error, nearest_divisors
+
+
+class MtpConfig(Sizes):
+    """Modules that predict further tokens in training (DeepSeek-V3); evaluation leaves them out."""
+
+    num_modules: int = architecture(1, ge=1, description="Number of modules, each of which predicts one token more")
+    loss_weight: float | dict[int, float] = identity(
+        0.3,
+        description="Weight of the mean of their losses, or weights by the step from which on they hold: {0: 0.3, "
+        "20000: 0.1}",
+    )
+    in_exports: bool = execution(
+        True, description="Write the modules into exports of a model type that has them (DeepSeek-V3)"
+    )
+
+    @model_validator(mode="after")
+    def _weights_fit(self) -> "MtpConfig":
+        weights = self.loss_weight if isinstance(self.loss_weight, dict) else {0: self.loss_weight}
+        if not weights or min(weights) != 0 or list(weights) != sorted(weights):
+            raise field_error("loss_weight", "steps have to begin with 0 and increase")
+        if not all(math.isfinite(weight) and weight >= 0 for weight in weights.values()):
+            raise field_error("loss_weight", "weights have to be 0 or more")
+        return self
+
+    @property
+    def coefficient(self) -> Coefficient:
+        """That of the loss of each module."""
+        if isinstance(self.loss_weight, dict):
+            return tuple((step, weight / self.num_modules) for step, weight in self.loss_weight.items())
+        return self.loss_weight / self.num_modules
+
 
 # Settings of other attention than latent attention.
 _NOT_LATENT = (
@@ -96,6 +136,10 @@ class LlamaConfig(BaseModelConfig):
     moe: MoeConfig | None = architecture(
         None,
         description="Mixture of experts (MoE) in place of the MLP, in all layers that layer_pattern does not exclude",
+    )
+
+    mtp: MtpConfig | None = architecture(
+        None, description="Predict several tokens in training (MTP); {} for one more; null: only the next one"
     )
 
     @model_validator(mode="after")
@@ -226,6 +270,7 @@ class LlamaConfig(BaseModelConfig):
         latent = self.latent_attention
         return values | {
             "linear_attention": linear,
+            "mtp": self._mtp_modules,
             "latent_attention": None if latent is None else latent.model_dump(exclude={"rope_interleave"}),
             "num_kv_heads": self.kv_heads,
             "head_dim": self.head_width,
@@ -294,13 +339,35 @@ class LlamaConfig(BaseModelConfig):
 
     @property
     def mlp_flops(self) -> float:
-        if self.moe is None:
+        return sum(map(self._mlp_flops_of, self.kinds)) / self.num_layers
+
+    def _mlp_flops_of(self, kind: LayerKind) -> float:
+        """FLOPs per token of the MLP of a layer."""
+        if self.moe is None or kind.mlp == "dense":
             return super().mlp_flops
         width, experts = self.expert_dim, self.moe.experts_per_token + self.moe.shared_experts
         scores = self.moe.num_experts + self.moe.shared_gate
-        mixture = experts * mlp_flops(self.hidden_dim, width, 3) + linear_flops(self.hidden_dim, scores)
-        each = {"dense": super().mlp_flops, "moe": mixture}
-        return sum(each[kind.mlp or "dense"] for kind in self.kinds) / self.num_layers
+        return experts * mlp_flops(self.hidden_dim, width, 3) + linear_flops(self.hidden_dim, scores)
+
+    def num_flops_per_token(self, vocab_size: int, causal: bool = False) -> float:
+        """FLOPs of a forward pass per token, with those of `mtp`; see `lmtrain/models/mixer.py`."""
+        module = self._mlp_flops_of(self.kinds[-1]) + linear_flops(self.hidden_dim, 2 * self.hidden_dim + vocab_size)
+        return super().num_flops_per_token(vocab_size, causal) + self._mtp_modules * module
+
+    @property
+    def _mtp_modules(self) -> int:
+        return 0 if self.mtp is None else self.mtp.num_modules
+
+    @property
+    def all_mixers(self) -> tuple[Mixer, ...]:
+        return self.mixers + self.mixers[-1:] * self._mtp_modules
+
+    @property
+    def further_losses(self) -> Mapping[str, FurtherLoss]:
+        if self.mtp is None:
+            return {}
+        numbers = range(1, self.mtp.num_modules + 1)
+        return {f"mtp_{k}_loss": FurtherLoss(f"mtp_{k}", 1 + k, self.mtp.coefficient) for k in numbers}
 
     @property
     def query_scalar(self) -> float:
@@ -350,6 +417,8 @@ class LlamaConfig(BaseModelConfig):
         if self.latent_attention is not None:
             found["transfer"] = "model.latent_attention has no transfer rule; remove one"
             found["optimizer.qk_clip"] = "has no rule for latent attention (model.latent_attention); remove it"
+        if self.mtp is not None:
+            found["transfer"] = "model.mtp has no transfer rule; remove one"
         if self.attention_sinks:
             found["transfer"] = "model.attention_sinks has no transfer rule; remove one"
         if self.moe is not None and self.moe.biases:

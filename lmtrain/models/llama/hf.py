@@ -3,7 +3,9 @@
 transformers' Linear stores [out, in], so matrices are transposed; heads come first in `out`, as in ours flattened.
 """
 
+import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from lmtrain.hf.key_map import Row, Table
@@ -12,7 +14,8 @@ from lmtrain.models.latent.hf import latent_rows
 from lmtrain.models.llama.config import LlamaConfig
 from lmtrain.models.llama.hf_config import from_hf_config, to_hf_config
 from lmtrain.models.llama.hf_experts import expert_rows
-from lmtrain.models.llama.relatives import RELATIVES, UNSUPPORTED, WITH_IMAGES, is_of_type
+from lmtrain.models.llama.relatives import RELATIVES, UNSUPPORTED, WITH_IMAGES, is_of_type, relative_of
+from lmtrain.runtime.logging import log
 
 __all__ = ["UNSUPPORTED", "from_hf_config", "to_hf_config"]  # for `lmtrain.models.registry`
 
@@ -70,7 +73,35 @@ def table(config: LlamaConfig) -> Table:
         rows += [Row(f"blocks/mlp/{name}/bias", f"{_L}mlp.{name}_proj.bias", layers=dense) for name in mlp]
     if not config.tie_word_embeddings:
         rows.append(Row("unembed/embedding", "lm_head.weight", vocab=True))
-    return rows
+    return rows + _mtp_rows(config, rows)
+
+
+def _mtp_rows(config: LlamaConfig, rows: list[Row]) -> list[Row]:
+    """The modules that predict further tokens, as DeepSeek-V3's: layers after the last one, with the names of it."""
+    if config.mtp is None:
+        return []
+    last = config.num_layers - 1
+    layers = tuple(range(config.num_layers, config.num_layers + config.mtp.num_modules))
+    names = {"norm_token": "enorm", "norm_hidden": "hnorm", "norm_out": "shared_head.norm"}
+    own = [Row(f"mtp/{ours}/scale", f"{_L}{theirs}.weight", layers=layers) for ours, theirs in names.items()]
+    own.append(Row("mtp/project/kernel", f"{_L}eh_proj.weight", transpose=True, layers=layers))
+    return own + [
+        replace(row, ours=f"mtp/{row.ours.replace('blocks', 'block', 1)}", layers=layers, named_in=None)
+        for row in rows
+        if row.is_stacked and all(own is None or last in own for own in (row.layers, row.named_in))
+    ]
+
+
+def exported_config(config: LlamaConfig) -> LlamaConfig:
+    """The config of an export: without modules that its model type does not have."""
+    if config.mtp is None:
+        return config
+    has_modules = relative_of(config) == "deepseek_v3"
+    if has_modules and config.mtp.in_exports:
+        return config
+    why = "in_exports is false" if has_modules else "the model type of transformers has no such modules"
+    log.info(f"model.mtp: the modules are left out of the export: {why}")
+    return config.model_copy(update={"mtp": None})
 
 
 def _norm_rows(config: LlamaConfig) -> list[Row]:
@@ -119,12 +150,17 @@ def _form(config: LlamaConfig) -> DeltaForm:
     return next((form for form in forms if form is not None), QWEN3_5 if len(positions) == 1 else OLMO_HYBRID)
 
 
+_LAYER = re.compile(r"model\.layers\.(\d{1,6})\.")
 _OF_TEXT = "model.language_model."
 
 
-def canonical(name: str) -> str | None:
+def canonical(name: str, config: LlamaConfig) -> str | None:
     """A tensor's name as in `table`; None for what lmtrain leaves out: tables of frequencies in old files, the vision
-    part of a model of text and images, and the modules that predict several tokens."""
+    part of a model of text and images, and modules that predict further tokens, if `mtp` does not have them."""
     if name.endswith("rotary_emb.inv_freq") or name.startswith(("model.visual.", "mtp.")):
         return None
+    if (found := _LAYER.match(name)) and int(found[1]) >= config.num_layers:
+        modules = 0 if config.mtp is None else config.mtp.num_modules
+        is_copy = name.endswith((".embed_tokens.weight", ".shared_head.head.weight"))
+        return None if is_copy or int(found[1]) >= config.num_layers + modules else name
     return f"model.{name.removeprefix(_OF_TEXT)}" if name.startswith(_OF_TEXT) else name

@@ -134,6 +134,7 @@ def _write_deepseek(config: LlamaConfig, version: int) -> dict[str, Any]:
         "routed_scaling_factor": moe.routed_scaling_factor,
         "aux_loss_alpha": moe.aux_loss,
         "seq_aux": True,
+        **({"num_nextn_predict_layers": config.mtp.num_modules if config.mtp else 0} if version == 3 else {}),
         **{key: value for key, value in _DEEPSEEK[version].items() if key != "mlp_bias"},
     }
     if version == 2:

@@ -17,7 +17,7 @@ Touvron et al. 2023, "LLaMA: Open and Efficient Foundation Language Models". The
     hybrids   layer_pattern with linear layers: Gated DeltaNet in place of attention. Qwen3.5: qk_norm head,
               norm_offset, attention_gate, rope.partial_rotary_factor; Qwen3-Next: also moe with shared_gate;
               OLMo Hybrid: OLMo2 without RoPE, norm_position pre in linear layers, linear_attention.negative_eigenvalues
-    DeepSeek  latent_attention; moe with shared_experts, first_dense_layers, and groups of experts; V3: router sigmoid
+    DeepSeek  latent_attention; moe with shared_experts, first_dense_layers, and groups of experts; V3: router sigmoid, and mtp
     Mixtral   moe: a mixture of experts in place of the MLP; Qwen3-MoE, with qk_norm head; OLMoE, with qk_norm all
 
     B batch  S query position  T key position  D embed  H heads  K kv heads  C head dim  F mlp  V vocab  N layers
@@ -34,7 +34,7 @@ from jax.nn.initializers import normal
 
 from lmtrain.models.decoder import Decoder
 from lmtrain.models.gated_delta.layer import GatedDelta
-from lmtrain.models.interface import NO_DOCUMENTS, Documents, LogitCap
+from lmtrain.models.interface import NO_DOCUMENTS, Documents, Head, LogitCap, Outputs
 from lmtrain.models.latent.layer import LatentAttention
 from lmtrain.models.layers.block import Attention, Block, Projected, TokenMixer
 from lmtrain.models.layers.linear import Linear, declare, sizes
@@ -43,6 +43,7 @@ from lmtrain.models.layers.rope import frequencies, rotate
 from lmtrain.models.layers.stack import Pattern
 from lmtrain.models.llama.config import LlamaConfig
 from lmtrain.models.llama.layer_kinds import split_pattern
+from lmtrain.models.llama.mtp import predictions
 from lmtrain.models.moe.layer import Moe
 from lmtrain.sharding.placement import constrain
 
@@ -156,6 +157,23 @@ class LlamaLM(Decoder):
     config: LlamaConfig
 
     block = LlamaBlock
+
+    def setup(self) -> None:
+        super().setup()
+        if (mtp := self.config.mtp) is not None:
+            self.mtp = predictions(self.config, self.attention, LlamaBlock, mtp.num_modules)
+
+    def further_outputs(
+        self, hidden_BSD: jax.Array, tokens_BS: jax.Array, deterministic: bool, documents: Documents
+    ) -> Outputs:
+        if self.config.mtp is None:
+            return {}
+        numbers = range(1, self.config.mtp.num_modules + 1)
+        later = jnp.stack([self.embed(jnp.roll(tokens_BS, -k, axis=1)) for k in numbers])
+        layers = self.config.num_layers + jnp.arange(len(numbers))
+        _, hidden = self.mtp(hidden_BSD, later, layers, deterministic, documents)
+        head = Head(hidden_BSD, self.head(), self.vocab_size, self.logit_cap, self.head_bias())
+        return {f"mtp_{k}": head.replace(hidden=own) for k, own in zip(numbers, hidden, strict=True)}
 
     def build_norm(self) -> RmsNorm:
         c = self.config

@@ -74,7 +74,7 @@ def table(config: MptConfig) -> Table:
     return rows if config.tie_word_embeddings else [*rows, Row("unembed/embedding", "lm_head.weight", vocab=True)]
 
 
-def canonical(name: str) -> str | None:
+def canonical(name: str, config: MptConfig) -> str | None:
     """A tensor's name as in `table`."""
     return name.removeprefix("model.")
 

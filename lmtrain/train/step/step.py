@@ -142,11 +142,15 @@ class TrainStep:
             weights = sum_over_microbatches(lambda *part: loss_sum(work.params, *part).weights, *of_batch)
             weights = {name: jnp.where(weight > 0, weight, 1.0) for name, weight in weights.items()}
         count = sum_of_weights(work.loss, work.batch)
+        scales = {name: count / weight for name, weight in weights.items()}
+        for name, further in self.objective.items():
+            if f"train/{name}" in scales:
+                scales[f"train/{name}"] *= further.coefficient_at(state.step)
 
         def value_and_grad(micro: Any, key: jax.Array) -> Any:
             def loss(params: Any) -> tuple[jax.Array, LossSum]:
                 sums = loss_sum(params, micro, key)
-                return sums.with_added({name: count / weight for name, weight in weights.items()}), sums
+                return sums.with_added(scales), sums
 
             (_, sums), gradients = jax.value_and_grad(loss, has_aux=True)(work.params)
             return sums, gradients
