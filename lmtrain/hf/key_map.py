@@ -24,8 +24,9 @@ class Row:
     as in torch's Linear. With `vocab`, the first dimension is the vocabulary, which ours pads. With `cut`, ours may
     be the first rows of theirs, for fewer positions. Theirs is ours multiplied by `factor`. What is `exact` has float32
     in every file and every run. `has_middle`: their matrix has a dimension of 1 between its two, as the kernel of a
-    depthwise convolution in torch. Modules after the last layer have the next `layers`. `pairs`: the first dimension of theirs has blocks of the first of these sizes, whose
-    last dimensions, of the second size, are rotated: in pairs of neighbours there, and in two halves here.
+    depthwise convolution in torch. `pairs`: the first dimension of theirs has blocks of the first of these sizes, whose
+    last dimensions, of the second size, are rotated: in pairs of neighbours there, and in two halves here. Modules
+    after the last layer have the numbers after it as `layers`.
 
     Rows with equal `theirs` are joined in their order by a dimension of their tensor, `axis`; with `groups`, each has
     that many equal parts, and the tensor has the first parts of all rows, then the second ones.

@@ -4,7 +4,7 @@ auxiliary losses and metrics that its layers add.
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -62,10 +62,22 @@ def shapes_by_path(boxed: Any) -> dict[str, tuple[int, ...]]:
     return {path: leaf.shape for path, leaf in flatten(nn.meta.unbox(boxed)).items()}
 
 
+class Axes(tuple[str | None, ...]):
+    """The logical names of a parameter's dimensions, of which the last `outputs` are those of a matrix, as in
+    `Parameter`."""
+
+    outputs: int
+
+    def __new__(cls, names: Iterable[str | None], outputs: int = 0) -> "Axes":
+        axes = super().__new__(cls, names)
+        axes.outputs = outputs
+        return axes
+
+
 def parameter_axes(model: LanguageModel) -> Any:
-    """The logical names of each parameter's dimensions, as tuples in the tree of the parameters."""
+    """The logical names of each parameter's dimensions (`Axes`), in the tree of the parameters."""
     return jax.tree.map(
-        lambda box: tuple(box.names),
+        lambda box: Axes(box.names, getattr(box, "outputs", 0)),
         abstract_params(model),
         is_leaf=lambda leaf: isinstance(leaf, nn.LogicallyPartitioned),
     )

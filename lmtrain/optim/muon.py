@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import optax
 from optax.contrib import MuonDimensionNumbers, MuonState
 
+from lmtrain.models.params import Axes
 from lmtrain.optim.config import MuonConfig
 from lmtrain.optim.transforms import in_float32, scale_by_adam, widen
 from lmtrain.sharding.local import spread
@@ -115,16 +116,14 @@ def _scale_by_shape(config: MuonConfig, update: jax.Array, number: MuonDimension
     return update * math.sqrt(max(1.0, outputs / inputs))
 
 
-def matrix_dims(axes: tuple[str | None, ...]) -> MuonDimensionNumbers | tuple[()]:
+def matrix_dims(axes: Axes) -> MuonDimensionNumbers | tuple[()]:
     """The input and output dimensions of a parameter with these logical names; () if it is not a layer's matrix.
 
-    >>> matrix_dims(("layers", "heads", "head_dim", "embed"))
+    >>> matrix_dims(Axes(("layers", "heads", "head_dim", "embed"), outputs=1))
     MuonDimensionNumbers(reduction_axis=(1, 2), output_axis=(3,))
     """
-    own = [dim for dim, name in enumerate(axes) if name not in _STACKED]
-    embed = next((dim for dim in own if axes[dim] in ("embed", "expert_embed")), None)
-    if embed is None or len(own) < 2 or {"vocab", "position", "router"} & set(axes):
+    if not axes.outputs or "router" in axes:
         return ()
-    split = own.index(embed)
-    first, rest = (own[:1], own[1:]) if split == 0 else (own[:split], own[split:])
-    return MuonDimensionNumbers(tuple(first), tuple(rest))
+    own = [dim for dim, name in enumerate(axes) if name not in _STACKED]
+    inputs, outputs = ([dim for dim in own if (dim >= len(axes) - axes.outputs) == last] for last in (False, True))
+    return MuonDimensionNumbers(tuple(inputs), tuple(outputs))

@@ -13,7 +13,7 @@ from lmtrain.models.backpack.config import BackpackConfig
 from lmtrain.models.gpt2.config import Gpt2Config
 from lmtrain.models.llama.config import LlamaConfig
 from lmtrain.models.mpt.config import MptConfig
-from lmtrain.models.params import abstract_params, parameter_axes
+from lmtrain.models.params import Axes, abstract_params, parameter_axes
 from lmtrain.models.registry import build_model
 from lmtrain.optim.config import MuonConfig
 from lmtrain.optim.muon import matrix_dims
@@ -25,6 +25,7 @@ CONFIGS = {
     "gpt2 with a head": Gpt2Config(**SIZES, tie_word_embeddings=False),
     "llama with all options": LlamaConfig(**SIZES, **EVERY_BIAS, intermediate_dim=12, norm_position="post"),
     "llama with norms of heads": LlamaConfig(**SIZES, intermediate_dim=12, qk_norm="head", use_qkv_bias=True),
+    "latent": LlamaConfig(**SIZES, intermediate_dim=12, latent_attention={"q_lora_rank": 6}, mtp={}),
     "mpt": MptConfig(**SIZES, use_bias=True, tie_word_embeddings=False),
     "backpack": BackpackConfig(**SIZES, num_senses=4),
 }
@@ -40,8 +41,11 @@ MATRICES = {
     "gate": (["embed"], ["mlp"]),
     "down": (["mlp"], ["embed"]),
     "weigh": (["embed"], ["head_dim"]),
+    **dict.fromkeys(("q_a", "kv_a"), (["embed"], ["to_latent"])),
+    **dict.fromkeys(("q_b", "kv_b"), (["latent"], ["heads", "head_dim"])),
+    "project": (["joined"], ["embed"]),
 }
-NUMBERS = {"gpt2": 4, "llama": 7, "mpt": 4, "backpack": 9}
+NUMBERS = {"gpt2": 4, "llama": 7, "latent": 17, "mpt": 4, "backpack": 9}
 
 
 def named(tree, is_leaf=None) -> dict:
@@ -69,16 +73,16 @@ def test_the_dimensions_of_all_matrices_of_layers_and_of_nothing_else(name):
 
 # Two layers of two heads.
 BLOCK_AXES = {
-    "tokens": {"embedding": ("vocab", "embed")},
+    "tokens": {"embedding": Axes(("vocab", "embed"))},
     "blocks": {
         "qkv": {
-            "kernel": ("layers", "embed", "qkv", "heads", "head_dim"),
-            "bias": ("layers", "qkv", "heads", "head_dim"),
+            "kernel": Axes(("layers", "embed", "qkv", "heads", "head_dim"), 3),
+            "bias": Axes(("layers", "qkv", "heads", "head_dim")),
         },
-        "out": {"kernel": ("layers", "heads", "head_dim", "embed")},
-        "up": {"kernel": ("layers", "embed", "mlp")},
-        "down": {"kernel": ("layers", "mlp", "embed"), "bias": ("layers", "embed")},
-        "norm": {"scale": ("layers", "embed")},
+        "out": {"kernel": Axes(("layers", "heads", "head_dim", "embed"), 1)},
+        "up": {"kernel": Axes(("layers", "embed", "mlp"), 1)},
+        "down": {"kernel": Axes(("layers", "mlp", "embed"), 1), "bias": Axes(("layers", "embed"))},
+        "norm": {"scale": Axes(("layers", "embed"))},
     },
 }
 SIZE = {"vocab": 11, "embed": 8, "layers": 2, "qkv": 3, "heads": 2, "head_dim": 4, "mlp": 12}

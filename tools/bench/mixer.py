@@ -4,8 +4,8 @@ and 4 sequences of 4,096 tokens, alone or in its layer.
 
     .venv-compiled/bin/python tools/bench/mixer.py delta | latent | latent_layer [--device KIND] [--xla]
 
-Prints memory traffic and temporary memory. For a TPU also cycles (of a v5p): those that the compiler estimates outside of
-kernels, and the bundles of instructions of the kernels, of which two cores execute one each at a time; peak: the
+Prints memory traffic and temporary memory. For a TPU also cycles (of a v5p): those that the compiler estimates outside
+of kernels, and the bundles of instructions of the kernels, of which two cores execute one each at a time; peak: the
 products of the projections at the device's highest rate. For a GPU the number of launches, and what the assembler
 says of each kernel: registers of a thread, bytes that do not fit into them, and instructions of matrix units by kind.
 With --xla, without kernels, or those of latents: the attention of keys that are joined.

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jax.nn.initializers import Initializer
 from jax.sharding import PartitionSpec
 
@@ -199,17 +200,25 @@ _plain_look_up.defvjp(_plain_forward, _plain_backward)
 
 Dims = tuple[tuple[str, int], ...]
 
+
+class Parameter(nn.LogicallyPartitioned):
+    """A parameter with the logical names of its dimensions. The last `outputs` of them are the outputs of a matrix, and
+    the others its inputs, but for those that stack matrices; 0: it is no matrix."""
+
+    outputs: int = struct.field(pytree_node=False, default=0)
+
+
 # The variable collection of adapters, next to `params`: `lora_a` [r, in], `lora_b` [out, r] and, with dropout, its
 # rate `lora_rate`, of each adapted layer.
 LORA = "lora"
 RATE = "lora_rate"
 
 
-def declare(init: Initializer, dims: Dims) -> Callable[..., Any]:
-    """The initializer of a parameter whose dimensions carry the logical names of `dims`."""
+def declare(init: Initializer, dims: Dims, outputs: int = 0) -> Callable[..., Any]:
+    """The initializer of a parameter whose dimensions carry the logical names of `dims`; see `Parameter`."""
     names = tuple(axis for axis, _ in dims)
     check_axes(names, PARAMETER_AXES)
-    return nn.with_logical_partitioning(init, names)
+    return lambda *arguments, **keywords: Parameter(init(*arguments, **keywords), names, outputs=outputs)
 
 
 def sizes(dims: Dims) -> tuple[int, ...]:
@@ -237,7 +246,8 @@ class Linear(nn.Module):
 
     def setup(self) -> None:
         dims = self.inputs + self.outputs
-        self.kernel = self.param("kernel", declare(self.kernel_init, dims), sizes(dims), jnp.float32)
+        declared = declare(self.kernel_init, dims, len(self.outputs))
+        self.kernel = self.param("kernel", declared, sizes(dims), jnp.float32)
         if self.use_bias:
             zeros = declare(nn.initializers.zeros, self.outputs)
             self.bias = self.param("bias", zeros, sizes(self.outputs), jnp.float32)

@@ -17,7 +17,7 @@ Touvron et al. 2023, "LLaMA: Open and Efficient Foundation Language Models". The
     hybrids   layer_pattern with linear layers: Gated DeltaNet in place of attention. Qwen3.5: qk_norm head,
               norm_offset, attention_gate, rope.partial_rotary_factor; Qwen3-Next: also moe with shared_gate;
               OLMo Hybrid: OLMo2 without RoPE, norm_position pre in linear layers, linear_attention.negative_eigenvalues
-    DeepSeek  latent_attention; moe with shared_experts, first_dense_layers, and groups of experts; V3: router sigmoid, and mtp
+    DeepSeek  latent_attention; moe with shared_experts, first_dense_layers and groups; V3: router sigmoid, and mtp
     Mixtral   moe: a mixture of experts in place of the MLP; Qwen3-MoE, with qk_norm head; OLMoE, with qk_norm all
 
     B batch  S query position  T key position  D embed  H heads  K kv heads  C head dim  F mlp  V vocab  N layers

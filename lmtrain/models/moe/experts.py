@@ -183,7 +183,7 @@ class ExpertMatrices(nn.Module):
         if self.has_bias:
             dims = self.dims[0], self.dims[2]
             self.bias = self.param("bias", declare(nn.initializers.zeros, dims), sizes(dims), jnp.float32)
-        self.kernel = self.param(KERNEL, declare(self.kernel_init, self.dims), sizes(self.dims), jnp.float32)
+        self.kernel = self.param(KERNEL, declare(self.kernel_init, self.dims, 1), sizes(self.dims), jnp.float32)
 
     def __call__(self) -> jax.Array:
         kernel: jax.Array = self.kernel
