@@ -189,7 +189,7 @@ def _backward(program: Program, of_keys: int, of_values: int) -> float:
     mixers = [mixer for mixer in program.config.model.all_mixers if isinstance(mixer, AttentionMixer)]
     each = [mixer.flops(program.config.model.seq_len, True)[1] for mixer in mixers]
     share = sum(mixer.score_share * flops for mixer, flops in zip(mixers, each, strict=True)) / sum(each)
-    return 2 * (of_keys * share + of_values * (1 - share))
+    return of_keys * share + of_values * (1 - share)
 
 
 def _flops(program: Program, measured: Figures, step: str) -> dict[str, float]:

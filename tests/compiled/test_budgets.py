@@ -147,6 +147,34 @@ def test_a_linear_layer_on_gpus_is_a_few_kernels():
     assert moved <= 7 * inputs_and_outputs
 
 
+MIXER = Path(__file__).parents[2] / "tools" / "bench" / "mixer.py"
+
+
+def latent(device: str) -> str:
+    """What the tool prints of the attention of latents, with the sizes of DeepSeek-V2-Lite, 4 x 4,096 tokens."""
+    command = [sys.executable, str(MIXER), "latent", "--device", device]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def test_attention_of_latents_on_gpus_has_fast_products_and_no_copies():
+    found = latent("h100")
+    hbm, temporary = re.search(r"HBM (\S+) GB, temporary (\S+) GiB", found).groups()
+    assert float(hbm) <= 1.5
+    assert float(temporary) <= 0.01
+    kernels = re.findall(r"attention_\w+: .* (\d+) bytes spilled, .*wgmma.mma_async': (\d+), 'mma.sync': (\d+)", found)
+    assert len(kernels) == 3
+    for spilled, fast, slow in kernels:
+        assert (int(spilled), int(slow)) == (0, 0)
+        assert int(fast) > 0
+
+
+def test_attention_of_latents_on_tpus_takes_fewer_instructions_than_splash():
+    found = latent("v5p")
+    assert float(re.search(r"HBM (\S+) GB", found)[1]) <= 2.6
+    # of two blocks of 1,024; splash takes 31,942 with keys of 192, and 31,125 with the products apart
+    assert int(re.search(r"(\d+) together", found)[1]) <= 26_000
+
+
 SHORT = [("llama2", 2), ("llama2", 8)]
 LONG = [(name, size) for name in ("llama2", "llama3", "mpt") for size in (2, 4, 8) if (name, size) not in SHORT]
 

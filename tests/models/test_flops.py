@@ -12,7 +12,7 @@ from lmtrain.models.attention import xla
 from lmtrain.models.attention.attend import attend
 from lmtrain.models.backpack.config import BackpackConfig
 from lmtrain.models.gpt2.config import Gpt2Config
-from lmtrain.models.llama.config import LlamaConfig
+from lmtrain.models.llama.config import LlamaConfig, MtpConfig
 from lmtrain.models.mixer import mean_keys
 from lmtrain.models.mpt.config import MptConfig
 from lmtrain.models.registry import build_model
@@ -31,6 +31,19 @@ CONFIGS = {
     "backpack": BackpackConfig(**SIZES, num_senses=4),
     "backpack, narrow": BackpackConfig(**SIZES, num_senses=16, intermediate_dim=600, sense_intermediate_scale=2),
 }
+
+
+def test_a_module_that_predicts_another_token_takes_12_percent_of_deepseek_v2_lite():
+    latent = LlamaConfig(
+        hidden_dim=2048, intermediate_dim=10944, num_heads=16, num_layers=27, seq_len=4096, latent_attention={},
+        moe={"num_experts": 64, "experts_per_token": 6, "intermediate_dim": 1408, "shared_experts": 2,
+             "first_dense_layers": 1},
+    )  # fmt: skip
+    without, with_module = (
+        config.num_flops_per_token(102_400, causal=True)
+        for config in (latent, latent.model_copy(update={"mtp": MtpConfig()}))
+    )
+    assert 0.10 < (with_module - without) / with_module < 0.12
 
 
 def products(jaxpr) -> int:
