@@ -50,6 +50,11 @@ def run(argv: list[str]) -> int:
     parser.add_argument(
         "--chat", action="store_true", help="talk to the model: each line is a message; /clear starts again, /exit ends"
     )
+    parser.add_argument(
+        "--speculative",
+        action="store_true",
+        help="the text of --temperature 0 in fewer passes, by the guesses of model.mtp",
+    )
     parser.add_argument("--system", metavar="TEXT", help="system message of --chat")
     parser.add_argument(
         "--chat_template",
@@ -69,6 +74,10 @@ def run(argv: list[str]) -> int:
         raise UserError(f"--prompts and --{'chat' if arguments.chat else 'prompt'}: choose one")
     if arguments.samples > 1 and arguments.chat:
         raise UserError("--samples: a --chat has one reply to each message")
+    if arguments.speculative and (arguments.chat or arguments.prompts is not None or arguments.samples > 1):
+        raise UserError("--speculative: continues one --prompt; remove --chat, --prompts and --samples")
+    if arguments.speculative and arguments.temperature != 0:
+        raise UserError(f"--speculative: the text is that of --temperature 0, not of {arguments.temperature:g}; set it")
     prompts = _read_prompts(arguments.prompts) if arguments.prompts is not None else []
     if not arguments.chat and (arguments.system is not None or arguments.chat_template is not None):
         raise UserError(f"--{'system' if arguments.system is not None else 'chat_template'}: requires --chat")
@@ -145,6 +154,8 @@ def sampling_settings(arguments: argparse.Namespace, count: int) -> "SamplingSet
 def _continue(arguments: argparse.Namespace, trained: TrainedModel) -> None:
     """Print the prompt with its continuation."""
     ids = encode_prompt(trained.tokenizer, arguments.prompt, "--prompt", starts_with_bos(trained))
+    if arguments.speculative and getattr(trained.config.model, "mtp", None) is None:
+        raise UserError("--speculative: requires a model that predicts further tokens (model.mtp); remove it")
     seq_len = trained.config.model.seq_len
     room = seq_len - len(ids)
     if room < 1:
@@ -154,13 +165,20 @@ def _continue(arguments: argparse.Namespace, trained: TrainedModel) -> None:
 
     import jax
 
-    from lmtrain.generation.decode import sample
+    from lmtrain.generation.decode import sample, until_eos
 
     settings = sampling_settings(arguments, min(arguments.max_new_tokens, room))
     model, params, _ = trained.load()
     prompt = jax.numpy.asarray(ids, jax.numpy.int32)
     tokenizer = trained.tokenizer
-    new = sample(model, params, prompt, jax.random.key(arguments.seed), settings, tokenizer.eos_id)
+    if arguments.speculative:
+        from lmtrain.generation.speculative import decode_with_guesses
+
+        found = decode_with_guesses(model, params, prompt, settings.max_new_tokens)
+        new = until_eos(found.tokens, tokenizer.eos_id)
+        log.info(f"{len(found.tokens)} tokens in {found.passes + 1} passes of the model")
+    else:
+        new = sample(model, params, prompt, jax.random.key(arguments.seed), settings, tokenizer.eos_id)
     if not new:
         log.info("no text generated: the first token was end-of-text; try another --seed")
     print(arguments.prompt + tokenizer.backend.decode(new))

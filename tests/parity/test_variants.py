@@ -9,7 +9,7 @@ import pytest
 import torch
 from hf_tensors import to_hf
 from models import quick
-from parity.variants import LENGTH, LINEAR, VARIANTS, VOCAB, make, tokens
+from parity.variants import LENGTH, LINEAR, VARIANTS, VOCAB, YARN, make, tokens
 from safetensors.numpy import load_file
 from transformers import (
     AutoConfig,
@@ -76,6 +76,45 @@ def test_logits_of_hybrids_of_random_sizes_agree(in_torch, seed):
         expected = in_torch(variant)(torch.from_numpy(tokens())).logits.numpy()
     error = np.abs(variant.logits(tokens()) - expected).max()
     print(f"{name} {more}: {error:.2g} of {np.abs(expected).max():.2g}")
+    assert error < 1e-4
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("kind", ["deepseek", "gpt_oss"])
+def test_logits_of_latent_attention_and_of_sinks_agree_for_random_sizes(in_torch, kind, seed):
+    """Widths, latents, groups, shared and dense parts, windows, biases, both factors of YaRN."""
+    rng = np.random.default_rng(seed)
+
+    def one_of(*values):
+        return values[rng.integers(len(values))]
+
+    rope = YARN | {"factor": one_of(2.0, 8.0)}
+    if kind == "gpt_oss":
+        name = ["gpt_oss", "gpt_oss-no_biases"][seed % 2]
+        moe = VARIANTS[name][2]["moe"] | {"num_experts": one_of(4, 7), "gate_limit": one_of(0.3, 7.0)}
+        more = {"head_dim": one_of(4, 10), "sliding_window": one_of(2, 9), "num_kv_heads": one_of(1, 2, 4)}
+        more |= {"rope": one_of({}, rope, rope | {"truncate": False}), "num_layers": one_of(2, 3)}
+    else:
+        name = ["deepseek_v2", "deepseek_v2-lite", "deepseek_v3", "deepseek_v3-halves"][seed % 4]
+        groups = one_of((2, 1), (4, 3), (None, None))
+        sizes = {"num_groups": groups[0], "groups_per_token": groups[1], "num_experts": one_of(8, 12)}
+        sizes |= {"shared_experts": one_of(1, 2), "first_dense_layers": one_of(0, 1, 2), "routed_scaling_factor": 0.7}
+        moe = VARIANTS[name][2]["moe"] | sizes
+        if moe.get("router") == "sigmoid":
+            moe["normalize"] = one_of(True, False)
+        latent = {"kv_lora_rank": one_of(6, 16), "qk_nope_head_dim": one_of(4, 8), "v_head_dim": one_of(2, 12)}
+        latent |= {"qk_rope_head_dim": one_of(2, 6)}
+        if "v3" in name:  # transformers needs even widths of version 2
+            latent["qk_nope_head_dim"] -= 1
+        more = {"latent_attention": VARIANTS[name][2]["latent_attention"] | latent, "use_bias": one_of(True, False)}
+        scales = one_of({}, {"mscale": 1.0, "mscale_all_dim": 1.0}, {"mscale": 0.7, "mscale_all_dim": 0.5})
+        more |= {"rope": one_of({}, rope | scales, rope | {"mscale_all_dim": 0.8})}
+    variant = make(name, moe=moe, **more)
+    with torch.no_grad():
+        expected = in_torch(variant)(torch.from_numpy(tokens())).logits.numpy()
+    error = np.abs(variant.logits(tokens()) - expected).max()
+    print(f"{name} {more} {moe}: {error:.2g} of {np.abs(expected).max():.2g}")
     assert error < 1e-4
 
 

@@ -154,7 +154,7 @@ class LlamaConfig(BaseModelConfig):
 
     @model_validator(mode="after")
     def _head_size_is_even(self) -> "LlamaConfig":
-        if self.head_width % 2:
+        if self.head_width % 2 and self.latent_attention is None:
             raise field_error("head_dim", f"rotary embeddings require an even head dimension; {self.head_width} is odd")
         return self
 

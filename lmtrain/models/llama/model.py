@@ -32,6 +32,7 @@ import jax
 import jax.numpy as jnp
 from jax.nn.initializers import normal
 
+from lmtrain.models.cache import StackCache
 from lmtrain.models.decoder import Decoder
 from lmtrain.models.gated_delta.layer import GatedDelta
 from lmtrain.models.interface import NO_DOCUMENTS, Documents, Head, LogitCap, Outputs
@@ -43,7 +44,7 @@ from lmtrain.models.layers.rope import frequencies, rotate
 from lmtrain.models.layers.stack import Pattern
 from lmtrain.models.llama.config import LlamaConfig
 from lmtrain.models.llama.layer_kinds import split_pattern
-from lmtrain.models.llama.mtp import predictions
+from lmtrain.models.llama.mtp import prediction, predictions
 from lmtrain.models.moe.layer import Moe
 from lmtrain.sharding.placement import constrain
 
@@ -174,6 +175,21 @@ class LlamaLM(Decoder):
         _, hidden = self.mtp(hidden_BSD, later, layers, deterministic, documents)
         head = Head(hidden_BSD, self.head(), self.vocab_size, self.logit_cap, self.head_bias())
         return {f"mtp_{k}": head.replace(hidden=own) for k, own in zip(numbers, hidden, strict=True)}
+
+    def look_ahead(
+        self, hidden_BSD: jax.Array, tokens_BS: jax.Array, cache: StackCache, start: jax.Array, count: Any
+    ) -> tuple[jax.Array, StackCache]:
+        """The hidden states [B, S, D] of the first module of `mtp` from those of the model at new positions `start,
+        start + 1, ...` and the tokens after these, and its cache with the first `count` of them."""
+        module = prediction(self.config, self.attention, LlamaBlock)
+        own = jax.tree.map(lambda leaf: leaf[0], self.mtp.variables["params"])
+        inputs = (hidden_BSD, self.embed(tokens_BS), cache, start, count)
+        found: Any = module.apply({"params": own}, *inputs, method="extend")
+        return found
+
+    def empty_look_ahead(self, batch: int, length: int) -> StackCache:
+        """The cache of `look_ahead` before the first of `length` positions."""
+        return StackCache.empty(self.config.mixers[-1:], batch, length, self.head().dtype)
 
     def build_norm(self) -> RmsNorm:
         c = self.config

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.nn.initializers import normal
 
+from lmtrain.models.cache import StackCache
 from lmtrain.models.interface import Documents
 from lmtrain.models.layers.linear import Linear
 from lmtrain.models.layers.mlp import RmsNorm
@@ -41,11 +42,27 @@ class Prediction(nn.Module):
     def __call__(
         self, h: jax.Array, later: jax.Array, layer: jax.Array, deterministic: bool, documents: Documents
     ) -> tuple[jax.Array, jax.Array]:
-        both = jnp.concatenate([self.norm_token(later), self.norm_hidden(h)], axis=-1)
-        x = constrain(self.project(both), "act_batch", "act_stream", "act_embed")
+        x = constrain(self._joined(h, later), "act_batch", "act_stream", "act_embed")
         x, _ = self.block(x, layer, deterministic, documents)
         h = self.norm_out(x)
         return h, h
+
+    def extend(
+        self, h: jax.Array, later: jax.Array, cache: StackCache, start: jax.Array, count: Any
+    ) -> tuple[jax.Array, StackCache]:
+        """Hidden states of new positions `start, start + 1, ...`, and the cache with the first `count` of them."""
+        (x, cache), _ = self.block.extend((self._joined(h, later), cache), jnp.int32(0), start, count)
+        return self.norm_out(x), cache
+
+    def _joined(self, h: jax.Array, later: jax.Array) -> jax.Array:
+        both = jnp.concatenate([self.norm_token(later), self.norm_hidden(h)], axis=-1)
+        joined: jax.Array = self.project(both)
+        return joined
+
+
+def prediction(config: LlamaConfig, backend: str, block: type[nn.Module]) -> Prediction:
+    """A module whose block is like the last of the model."""
+    return Prediction(config.of_kind(config.kinds[-1]), backend, block, parent=None)
 
 
 def predictions(config: LlamaConfig, backend: str, block: type[nn.Module], number: int) -> Any:
