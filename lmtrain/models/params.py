@@ -4,7 +4,7 @@ auxiliary losses and metrics that its layers add.
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -18,6 +18,7 @@ from lmtrain.models.gated_delta.config import EXACT
 from lmtrain.models.interface import LanguageModel
 from lmtrain.models.layers.quantized import EIGHT_BIT_TYPES, FORMATS, KERNEL, SCALE, Quantized, quantize
 from lmtrain.models.moe.load import BIAS
+from lmtrain.sharding.axes import Axes
 
 # Name of the scale of a parameter that is stored in 8 bits, next to it.
 STORED_SCALE = "kernel_scale"
@@ -60,18 +61,6 @@ def count_parameters(model: LanguageModel) -> int:
 def shapes_by_path(boxed: Any) -> dict[str, tuple[int, ...]]:
     """The shapes of a tree of abstract parameters, by slash-separated paths."""
     return {path: leaf.shape for path, leaf in flatten(nn.meta.unbox(boxed)).items()}
-
-
-class Axes(tuple[str | None, ...]):
-    """The logical names of a parameter's dimensions, of which the last `outputs` are those of a matrix, as in
-    `Parameter`."""
-
-    outputs: int
-
-    def __new__(cls, names: Iterable[str | None], outputs: int = 0) -> "Axes":
-        axes = super().__new__(cls, names)
-        axes.outputs = outputs
-        return axes
 
 
 def parameter_axes(model: LanguageModel) -> Any:

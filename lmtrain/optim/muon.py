@@ -19,9 +19,9 @@ import jax.numpy as jnp
 import optax
 from optax.contrib import MuonDimensionNumbers, MuonState
 
-from lmtrain.models.params import Axes
 from lmtrain.optim.config import MuonConfig
 from lmtrain.optim.transforms import in_float32, scale_by_adam, widen
+from lmtrain.sharding.axes import Axes
 from lmtrain.sharding.local import spread
 
 # Axes along which a parameter stacks matrices; each matrix is orthogonalized separately.

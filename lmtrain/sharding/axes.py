@@ -4,7 +4,7 @@ Parameters and activations have separate names, because FSDP shards the `embed` 
 of the residual stream.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 PARAMETER_AXES = {
     "embed": "width of the residual stream",
@@ -74,3 +74,15 @@ def check_axes(axes: tuple[str | None, ...], known: dict[str, str]) -> None:
     """Assert that every axis name is known; user input cannot fail here."""
     for axis in axes:
         assert axis is None or axis in known, f"unknown logical axis {axis!r}; one of {sorted(known)}"
+
+
+class Axes(tuple[str | None, ...]):
+    """The logical names of a parameter's dimensions, of which the last `outputs` are those of a matrix, 0 if it is
+    none."""
+
+    outputs: int
+
+    def __new__(cls, names: Iterable[str | None], outputs: int = 0) -> "Axes":
+        axes = super().__new__(cls, names)
+        axes.outputs = outputs
+        return axes

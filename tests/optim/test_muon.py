@@ -13,11 +13,12 @@ from lmtrain.models.backpack.config import BackpackConfig
 from lmtrain.models.gpt2.config import Gpt2Config
 from lmtrain.models.llama.config import LlamaConfig
 from lmtrain.models.mpt.config import MptConfig
-from lmtrain.models.params import Axes, abstract_params, parameter_axes
+from lmtrain.models.params import abstract_params, parameter_axes
 from lmtrain.models.registry import build_model
 from lmtrain.optim.config import MuonConfig
 from lmtrain.optim.muon import matrix_dims
 from lmtrain.optim.optimizer import build_optimizer
+from lmtrain.sharding.axes import Axes
 
 SIZES = {"hidden_dim": 8, "num_heads": 2, "num_layers": 2, "seq_len": 8}
 EVERY_BIAS = {"use_bias": True, "use_mlp_bias": True, "qk_norm": "all", "attention_sinks": True}

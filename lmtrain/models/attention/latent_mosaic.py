@@ -22,8 +22,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from lmtrain.models.attention.attend import MASKED, Options
-from lmtrain.models.attention.ranges import ranges
+from lmtrain.models.attention.attend import MASKED, Options, ranges
 from lmtrain.models.layers.remat import SAVED_ATTENTION
 from lmtrain.sharding.local import platform
 

@@ -25,8 +25,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from lmtrain.models.attention.attend import Options
-from lmtrain.models.attention.ranges import ranges
+from lmtrain.models.attention.attend import Options, ranges
 from lmtrain.models.attention.triton.blocks import (
     LOG2_E,
     MASKED,
