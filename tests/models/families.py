@@ -79,6 +79,7 @@ LATENT = {
     },
     "moe": {"router": "sigmoid", "num_groups": 4, "groups_per_token": 2, "bias_update_rate": 0.01,
             "first_dense_layers": 1, "shared_experts": 1},
+    "mtp": {"num_modules": 2},
 }  # fmt: skip
 
 SIZE, ROUTED = 0.3, 0.7  # coefficients of the auxiliary losses

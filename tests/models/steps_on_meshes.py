@@ -17,6 +17,8 @@ from models.two_outputs import two_output_config, two_output_objective
 from lmtrain.models.attention.kernel import Choice
 from lmtrain.models.gated_delta import devices as gated_delta_devices
 from lmtrain.models.registry import build_model
+from lmtrain.objectives.config import CrossEntropyConfig
+from lmtrain.objectives.cross_entropy import build_objective
 from lmtrain.sharding.config import PartitioningConfig
 from lmtrain.sharding.mesh import build_layout
 from lmtrain.train.step.state import state_shardings
@@ -40,6 +42,8 @@ POSITIONS = {f"context {n}": (8, PartitioningConfig(context_axis_size=n), 1) for
 POSITIONS = {"one": MESHES["one"]} | POSITIONS
 TENSORS = ["one", "fsdp and tensor"]
 SPLIT = {name: MESHES[name] for name in ("one", "fsdp and tensor")} | {"fsdp and context": (8, CONTEXT, 1)}
+LATENT = families.moe_model(3, **families.LATENT)
+AHEAD = build_objective(CrossEntropyConfig(), 0.0, LATENT.config.further_losses)
 LATENT_MESHES = {name: MESHES[name] for name in ("one", "fsdp and tensor")}
 LATENT_MESHES |= {"all": (8, ALL, 1), "context 4": POSITIONS["context 4"]}
 MIXED, DENSE = families.moe_model(2, **families.MIXED), families.dense_model()
@@ -58,7 +62,7 @@ MODELS = {
     "hybrid over positions with triton": (families.hybrid_model(2, **QUICK), POSITIONS, POSITIONS, {}),
     "mixed": (MIXED, EXPERTS, ["fsdp and experts"], {}),
     "biased": (families.moe_model(2, {"biases": True, "gate_limit": 0.5}, **QUICK), EXPERTS, EXPERTS, {}),
-    "latent": (families.moe_model(3, **families.LATENT), LATENT_MESHES, ["all", "context 4"], {}),
+    "latent": (LATENT, LATENT_MESHES, ["all", "context 4"], {"objective": AHEAD}),
     "dense": (DENSE, {"one": MESHES["one"]}, MESHES, {}),
     "dense in fp8": (DENSE, SPLIT, SPLIT, FP8),
     "dense in int8": (DENSE, {name: MESHES[name] for name in ("one", "fsdp")}, MESHES, INT8),

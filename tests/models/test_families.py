@@ -38,7 +38,7 @@ METRICS = {
     "outputs": "train/second_loss",
     "hybrid": "train/loss",
     "mixed": "moe/balance_loss/layers",
-    "latent": "moe/balance_loss/layers",
+    "latent": "train/mtp_2_loss",
 }
 MORE_METRICS = METRICS | {"biased": "moe/balance_loss/layers"}
 

@@ -35,6 +35,7 @@ VARIANTS = {
     "attention of a mixture": ("llama", MIXTURE, {}),
     "joined layers by key heads": ("llama", NEXT, {}),
     "joined layers": ("llama", MODELS["qwen3_5"][2], {"target_modules": ["in_proj_qkv", "o_proj", "out_proj"]}),
+    "latent attention": ("llama", MODELS["deepseek_v3"][2] | {"num_kv_heads": None}, {}),
     "arcee with a pattern of targets": ("llama", ARCEE, {"target_modules": ["up_proj", "k_proj"]}),
 }
 
