@@ -43,4 +43,4 @@ def test_the_published_file_lacks_the_settings_of_its_code():
     ],
 )
 def test_masks_and_second_names_of_published_files_are_left_out(stored, known):
-    assert canonical(stored) == known
+    assert canonical(stored, BackpackConfig()) == known
