@@ -23,7 +23,7 @@ from lmtrain.models.interface import LanguageModel
 from lmtrain.models.params import abstract_params, flatten, shapes_by_path, unflatten
 from lmtrain.models.registry import hf_family
 from lmtrain.run.config import RunConfig
-from lmtrain.runtime.errors import UserError
+from lmtrain.runtime.errors import UserError, counted
 from lmtrain.runtime.logging import log
 from lmtrain.sharding.mesh import Layout
 from lmtrain.sharding.placement import parameter_shardings
@@ -221,6 +221,12 @@ def _match(ref: str, weights: Weights, pieces: Sequence[Piece], config: ModelCon
         if embedding in stored and not are_equal(ref, weights, stored[_HEAD], stored[embedding], layout):
             raise UserError(f"{ref}: {_HEAD} differs from {embedding}, but config.json ties them")
         del stored[_HEAD]
+    ahead = [name for name, piece in expected.items() if any(row.ours.startswith("mtp/") for row in piece.rows)]
+    if of_modules := [name for name in ahead if name not in stored]:
+        raise UserError(
+            f"model.mtp: {ref} does not have {counted(len(of_modules), 'tensor')} of its modules, such as "
+            f"{of_modules[0]}; remove it, or set another num_modules"
+        )
     problems = [f"missing {name}" for name in expected if name not in stored]
     problems += [f"unexpected {name}" for name in stored if name not in expected]
     matched = {piece: weights.shapes[stored[name]] for name, piece in expected.items() if name in stored}

@@ -15,6 +15,7 @@ from lmtrain.objectives.config import CrossEntropyConfig
 from lmtrain.objectives.cross_entropy import build_objective
 from lmtrain.objectives.interface import further_sums
 from lmtrain.run.config import RunConfig
+from lmtrain.runtime.errors import UserError
 from lmtrain.weights.hf_config import config_of, hf_settings
 from lmtrain.weights.load_hf import load_hf_params
 
@@ -69,6 +70,9 @@ def test_modules_are_kept_or_left_out_at_export_and_import(export, layout):
     dropped = export(make("deepseek_v3", mtp={"in_exports": False}), folder="dropped")
     assert not [name for name in open_weights(dropped).shapes if name.startswith("model.layers.3.")]
     assert config_of(dropped).model == without
+    more = RunConfig.model_validate({"model": settings | {"mtp": {"num_modules": 2}}}).model
+    with pytest.raises(UserError, match=r"model\.mtp: .*layers\.4\."):
+        load_hf_params(folder, more, build_model(more, VOCAB), layout, "float32")
     others = export(make("llama", mtp={}), folder="llama")  # a type without modules
     assert not [name for name in open_weights(others).shapes if "eh_proj" in name]
 
@@ -109,8 +113,9 @@ def test_losses_and_gradients_of_packed_documents_are_those_of_separate_ones():
 
 
 def test_weights_of_the_loss_follow_their_steps():
-    config = make("llama", mtp={"num_modules": 2, "loss_weight": {0: 0.3, 10: 0.1}}).config
-    objective = build_objective(CrossEntropyConfig(), 0.0, config.further_losses)
+    small = make("llama", mtp={"num_modules": 2, "loss_weight": [[0, 0.3], [10, 0.1]]})
+    hash(small.model)  # as `LanguageModel` says
+    objective = build_objective(CrossEntropyConfig(), 0.0, small.config.further_losses)
     for name in ("mtp_1_loss", "mtp_2_loss"):
         found = [float(objective[name].coefficient_at(step)) for step in (0, 9, 10, 99)]
         assert found == pytest.approx([0.15, 0.15, 0.05, 0.05])

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any, Literal
 
 from pydantic import model_validator
@@ -28,10 +29,10 @@ class MtpConfig(Sizes):
     """Modules that predict further tokens in training (DeepSeek-V3); evaluation leaves them out."""
 
     num_modules: int = architecture(1, ge=1, description="Number of modules, each of which predicts one token more")
-    loss_weight: float | dict[int, float] = identity(
+    loss_weight: float | tuple[tuple[int, float], ...] = identity(
         0.3,
-        description="Weight of the mean of their losses, or weights by the step from which on they hold: {0: 0.3, "
-        "20000: 0.1}",
+        description="Weight of the mean of their losses, or pairs of a step and the weight from it on: [[0, 0.3], "
+        "[20000, 0.1]]",
     )
     in_exports: bool = execution(
         True, description="Write the modules into exports of a model type that has them (DeepSeek-V3)"
@@ -39,19 +40,21 @@ class MtpConfig(Sizes):
 
     @model_validator(mode="after")
     def _weights_fit(self) -> "MtpConfig":
-        weights = self.loss_weight if isinstance(self.loss_weight, dict) else {0: self.loss_weight}
-        if not weights or min(weights) != 0 or list(weights) != sorted(weights):
+        steps, weights = zip(*self._weights, strict=True) if self._weights else ((), ())
+        if not steps or steps[0] != 0 or any(one >= other for one, other in pairwise(steps)):
             raise field_error("loss_weight", "steps have to begin with 0 and increase")
-        if not all(math.isfinite(weight) and weight >= 0 for weight in weights.values()):
-            raise field_error("loss_weight", "weights have to be 0 or more")
+        if not all(math.isfinite(weight) and weight >= 0 for weight in weights) or not any(weights):
+            raise field_error("loss_weight", "weights have to be 0 or more, and one of them above 0; or remove mtp")
         return self
+
+    @property
+    def _weights(self) -> tuple[tuple[int, float], ...]:
+        return self.loss_weight if isinstance(self.loss_weight, tuple) else ((0, self.loss_weight),)
 
     @property
     def coefficient(self) -> Coefficient:
         """That of the loss of each module."""
-        if isinstance(self.loss_weight, dict):
-            return tuple((step, weight / self.num_modules) for step, weight in self.loss_weight.items())
-        return self.loss_weight / self.num_modules
+        return tuple((step, weight / self.num_modules) for step, weight in self._weights)
 
 
 # Settings of other attention than latent attention.
@@ -213,6 +216,12 @@ class LlamaConfig(BaseModelConfig):
         return self
 
     @model_validator(mode="after")
+    def _modules_have_targets(self) -> "LlamaConfig":
+        if self.mtp is not None and self.mtp.num_modules > self.seq_len - 2:
+            raise field_error("mtp", f"num_modules: sequences of {self.seq_len} tokens have {self.seq_len - 2} at most")
+        return self
+
+    @model_validator(mode="after")
     def _norms_fit(self) -> "LlamaConfig":
         if self.norm_position == "both" and any(kind.norm_position for kind in self.layer_pattern or ()):
             raise field_error("layer_pattern", "norm_position of a layer needs a model.norm_position of pre or post")
@@ -226,7 +235,7 @@ class LlamaConfig(BaseModelConfig):
 
     @model_validator(mode="after")
     def _experts_fit(self) -> "LlamaConfig":
-        kinds = {kind.mlp for kind in self.pattern}
+        kinds = {kind.mlp for kind in self.kinds}
         if self.moe is None and "moe" in kinds:
             raise field_error("layer_pattern", "has layers with a mixture of experts: set moe")
         if self.moe is None:

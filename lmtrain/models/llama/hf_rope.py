@@ -132,12 +132,11 @@ def _settings(values: Mapping[str, Any], new: Mapping[str, Any], length: int, de
     attention = scaling.get("attention_factor")
     if kind == "yarn" and attention is not None and abs(attention - 0.1 * math.log(settings["factor"]) - 1) < 1e-6:
         neutral["attention_factor"] = attention
-    scales = {name: float(scaling.pop(name, None) or 0) for name in ("mscale", "mscale_all_dim")}
-    if kind != "yarn" or not scales["mscale_all_dim"]:
-        scales = {}  # transformers uses both or none, but for the scores of latent attention
-    elif not scales["mscale"]:
-        del scales["mscale"]
-    settings |= scales
+    if not scaling.get("mscale_all_dim"):
+        scaling.pop("mscale", None)  # transformers uses both or none, but for the scores of latent attention
+    elif kind == "yarn":
+        scales = {name: float(scaling.pop(name, None) or 0) for name in ("mscale", "mscale_all_dim")}
+        settings |= {name: scale for name, scale in scales.items() if scale}
     rest = {name: value for name, value in scaling.items() if value not in (None, neutral.get(name))}
     if rest:
         raise UserError(f"config.json: rope {kind} with {', '.join(sorted(rest))} is not supported")
