@@ -38,6 +38,7 @@ def run(argv: list[str]) -> int:
         metavar="REF",
         help="of a run with LoRA: base_model_name_or_path of the adapters (default: initialize_from_hf)",
     )
+    add("--without_mtp", action="store_true", help="leave out the modules that predict further tokens (model.mtp)")
     add("--overwrite", action="store_true", help="overwrite the export of another run")
     add("--verify", action="store_true", help="compare logits with transformers after writing; requires torch")
     arguments, run = parse_run(parser, argv)
@@ -120,16 +121,20 @@ def _build(trained: TrainedModel, model: Any, arguments: argparse.Namespace) -> 
 
     config, tokenizer, origin = trained.config, trained.tokenizer, trained.origin
     dtype = arguments.dtype or config.hf_save_dtype
-    size = model.vocab_size
+    size, exported = model.vocab_size, config.model
+    if arguments.without_mtp:
+        if getattr(exported, "mtp", None) is None:
+            raise UserError("--without_mtp: the model has no modules that predict further tokens (model.mtp)")
+        exported = exported.model_copy(update={"mtp": None})
     if isinstance(model, AdaptedModel) and arguments.merge:
         assert config.lora is not None
         of_base = config.lora.base_dtype
         dtype = dtype or (of_base if of_base in EXPORT_DTYPES else "float32")
-        export = build_export(config.model, model.inner, tokenizer, dtype, origin)
+        export = build_export(exported, model.inner, tokenizer, dtype, origin)
         return export, lambda params, layout: gather_merged(params, model, export.pieces, layout)
     dtype = dtype or config.trainer.precision.params
     if not isinstance(model, AdaptedModel):
-        export = build_export(config.model, model, tokenizer, dtype, origin)
+        export = build_export(exported, model, tokenizer, dtype, origin)
         return export, lambda params, layout: gather_tensors(params, export.pieces, layout, size)
     base_model = arguments.base_model or hf_ref(config)
     if base_model is None:

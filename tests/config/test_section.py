@@ -164,8 +164,8 @@ def without_role(model: type[BaseModel]) -> list[str]:
 
 def test_every_setting_of_a_run_has_a_role_and_so_do_those_in_it() -> None:
     assert without_role(RunConfig) == []
-    # the coefficients of a mixture of experts are part of the run's identity, as its architecture is
-    allowed = {"model.moe": {Role.ARCHITECTURE, Role.IDENTITY}}
+    # the coefficients of losses are part of the run's identity, as its architecture is
+    allowed = {path: {Role.ARCHITECTURE, Role.IDENTITY} for path in ("model.moe", "model.mtp")}
     found = [path for path, role, below in roles(RunConfig) if role and below - allowed.get(path, {role})]
     assert found == []
 

@@ -13,6 +13,7 @@ from lmtrain.optim.config import AdafactorConfig, AdamConfig, LionConfig, MuonCo
 from lmtrain.optim.optimizer import LearningRateState, build_optimizer
 from lmtrain.optim.transforms import initial_values
 from lmtrain.runtime.errors import UserError
+from lmtrain.sharding.axes import Axes
 
 RNG = np.random.default_rng(0)
 PARAMS = {
@@ -21,9 +22,9 @@ PARAMS = {
     "norm": {"scale": RNG.normal(size=2).astype(np.float32)},
 }
 AXES = {
-    "tokens": {"embedding": ("vocab", "embed")},
-    "layer": {"kernel": ("embed", "mlp"), "bias": ("mlp",)},
-    "norm": {"scale": ("embed",)},
+    "tokens": {"embedding": Axes(("vocab", "embed"))},
+    "layer": {"kernel": Axes(("embed", "mlp"), 1), "bias": Axes(("mlp",))},
+    "norm": {"scale": Axes(("embed",))},
 }
 GRADIENTS = [jax.tree.map(lambda p: RNG.normal(size=p.shape).astype(np.float32), PARAMS) for _ in range(2)]
 

@@ -71,7 +71,7 @@ class Bounds(NamedTuple):
 
 
 def bytes_on_core(length: int, width: int, shared: int) -> int:
-    """What the backward kernel keeps on a core for a sequence, beside its blocks."""
+    """What the backward kernel keeps on a core for a sequence, in addition to its blocks."""
     return 4 * length * sum(-(-size // 128) * 128 for size in (width, shared))
 
 

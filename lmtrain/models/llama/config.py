@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import model_validator
 
-from lmtrain.config.section import architecture, execution, identity
+from lmtrain.config.section import architecture, identity
 from lmtrain.models.base_config import (
     POSITIONS,
     BaseModelConfig,
@@ -33,9 +33,6 @@ class MtpConfig(Sizes):
         0.3,
         description="Weight of the mean of their losses, or pairs of a step and the weight from it on: [[0, 0.3], "
         "[20000, 0.1]]",
-    )
-    in_exports: bool = execution(
-        True, description="Write the modules into exports of a model type that has them (DeepSeek-V3)"
     )
 
     @model_validator(mode="after")

@@ -94,13 +94,9 @@ def _mtp_rows(config: LlamaConfig, rows: list[Row]) -> list[Row]:
 
 def exported_config(config: LlamaConfig) -> LlamaConfig:
     """The config of an export: without modules that its model type does not have."""
-    if config.mtp is None:
+    if config.mtp is None or relative_of(config) == "deepseek_v3":
         return config
-    has_modules = relative_of(config) == "deepseek_v3"
-    if has_modules and config.mtp.in_exports:
-        return config
-    why = "in_exports is false" if has_modules else "the model type of transformers has no such modules"
-    log.info(f"model.mtp: the modules are left out of the export: {why}")
+    log.info("model.mtp: the modules are left out of the export: the model type of transformers has none")
     return config.model_copy(update={"mtp": None})
 
 
