@@ -68,7 +68,13 @@ MODELS = {
     "dense in int8": (DENSE, {name: MESHES[name] for name in ("one", "fsdp")}, MESHES, INT8),
     "mixed in fp8": (MIXED, {name: EXPERTS[name] for name in ("one", "all")}, EXPERTS, FP8),
 }
-RELEASE = ("window", "auxiliary", "mixer", "outputs")  # what these have more is tested before a release
+RELEASE = (
+    "window",
+    "auxiliary",
+    "mixer",
+    "outputs",
+    "hybrid with triton",
+)  # what these have more is tested before a release
 
 
 def errors(gradients, expected):

@@ -39,6 +39,10 @@ def mark_long(names, suite=NOT_LONG):
     return [name if name in suite else pytest.param(name, marks=pytest.mark.long) for name in names]
 
 
+# Most of the random sizes are tested before a release.
+SEEDS = [*range(4), *(pytest.param(seed, marks=pytest.mark.release) for seed in range(4, 20))]
+
+
 @pytest.mark.parametrize("name", mark_long(VARIANTS))
 def test_logits_agree(in_torch, name):
     variant = make(name)
@@ -54,7 +58,7 @@ def test_logits_agree(in_torch, name):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_logits_of_hybrids_of_random_sizes_agree(in_torch, seed):
     """Every size that changes the layout of weights: heads, widths, taps, period, depth, experts."""
     rng = np.random.default_rng(seed)
@@ -80,7 +84,7 @@ def test_logits_of_hybrids_of_random_sizes_agree(in_torch, seed):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("kind", ["deepseek", "gpt_oss"])
 def test_logits_of_latent_attention_and_of_sinks_agree_for_random_sizes(in_torch, kind, seed):
     """Widths, latents, groups, shared and dense parts, windows, biases, both factors of YaRN."""
