@@ -153,17 +153,17 @@ MAX_LAYERS, MAX_SIZE, _MAX_PARAMETERS = 10_000, 2**24, 10**16
 _NO_SIZES = ("seq_len", "sliding_window")  # have limits of their own, or none
 
 
+# A number, or numbers by the step from which on they hold, the first of which is 0.
+Coefficient = float | tuple[tuple[int, float], ...]
+
+
 class FurtherLoss(NamedTuple):
     """The cross-entropy of an output of the model, whose target is the token `shift` positions ahead. Its mean times
     `coefficient` is added to the training loss."""
 
     output: str
     shift: int
-    coefficient: "Coefficient"
-
-
-# A number, or numbers by the step from which on they hold, the first of which is 0.
-Coefficient = float | tuple[tuple[int, float], ...]
+    coefficient: Coefficient
 
 
 class Sizes(Section):

@@ -201,8 +201,6 @@ def load_hf_params(
 def build_hf_pieces(config: ModelConfig, model: LanguageModel) -> list[Piece]:
     """The tensors that a model of this config has in the Hugging Face format."""
     shapes = shapes_by_path(abstract_params(model))
-    if getattr(config, "mtp", None) is None:  # left out of an export
-        shapes = {path: shape for path, shape in shapes.items() if not path.startswith("mtp/")}
     return build_pieces(hf_family(config.type).table(config), shapes, config.num_layers, model.vocab_size)
 
 

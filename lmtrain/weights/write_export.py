@@ -285,6 +285,7 @@ def build_export(
     """The export of a model. Raises `UserError` naming a setting that the target format cannot represent."""
     family = hf_family(config.type)
     config = family.exported_config(config) if hasattr(family, "exported_config") else config
+    model = model.clone(config=config)
     hf_config = family.to_hf_config(config, model.vocab_size, tokenizer.eos_id, tokenizer.bos_id)
     extra = family.extra_files() if hasattr(family, "extra_files") else {}
     max_length = config.seq_len if family.HAS_LEARNED_POSITIONS else None

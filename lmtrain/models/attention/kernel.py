@@ -32,10 +32,9 @@ class Kernel:
 
     `flops`: the numbers of products in the backward pass with the width of keys, and with that of values; the forward
     pass has one of each. None if the products are in the text of a compiled program, where they are counted.
-    `mean_trips`
-    gives the mean trip count of its loops with computed bounds, from the name of the operation, sequence length, block
-    size, window, and the number of groups that gather keys (`split.py`). `unavailable` returns why the kernel cannot
-    run on a kind of device, or with the installed JAX; empty if it can.
+    `mean_trips` gives the mean trip count of its loops with computed bounds, from the name of the operation, sequence
+    length, block size, window, and the number of groups that gather keys (`split.py`). `unavailable` returns why the
+    kernel cannot run on a kind of device, or with the installed JAX; empty if it can.
     """
 
     name: str

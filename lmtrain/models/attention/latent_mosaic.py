@@ -61,6 +61,13 @@ class Inputs(NamedTuple):
     shared: Any
     first: Any
 
+    def sizes(self, block: int) -> tuple[int, ...]:
+        """Numbers of sequences, heads and blocks; columns of queries, of a head's keys, of these with values, and of
+        shared keys."""
+        batch, heads, length, width = self.q.shape
+        rope = self.shared.shape[-1]
+        return batch, heads, length // block, width, width - rope, self.kv.shape[-1], rope
+
 
 class Bounds(NamedTuple):
     """The first block of keys that each block of queries sees, and the last block of queries that sees each block of
@@ -109,9 +116,9 @@ def _forward(
 
 def _mix(inputs: Inputs, bounds: Bounds, static: Static) -> tuple[jax.Array, jax.Array]:
     """The mixed values [B, H, S, V], and the base 2 logarithm of the sum of exponentials, float32 [B, H, 1, S]."""
-    (batch, heads, length, width), (expanded, rope) = inputs.q.shape, (inputs.kv.shape[-1], inputs.shared.shape[-1])
-    block, nope = static.block, width - rope
-    blocks, values = length // block, expanded - nope
+    block, length = static.block, inputs.q.shape[2]
+    batch, heads, blocks, width, nope, expanded, rope = inputs.sizes(block)
+    values = expanded - nope
 
     def of_queries(b: Any, h: Any, i: Any, j: Any, *bounds: Any) -> tuple[Any, ...]:
         return b, h, i, 0
@@ -211,9 +218,9 @@ def _dot(left: Any, right: Any, of_left: int, of_right: int) -> jax.Array:
 def _backward(static: Static, saved: Any, d_mixed: jax.Array) -> tuple[Any, ...]:
     """With p the weights: dv = p^T do, dp = do v^T, ds = p (dp - sum(do o)), dq = scale ds k, dk = scale ds^T q."""
     inputs, bounds, mixed, log_sum = saved
-    (batch, heads, length, width), (expanded, rope) = inputs.q.shape, (inputs.kv.shape[-1], inputs.shared.shape[-1])
-    block, nope = static.block, width - rope
-    blocks, values = length // block, expanded - nope
+    block = static.block
+    batch, heads, blocks, width, nope, expanded, rope = inputs.sizes(block)
+    values = expanded - nope
     cores = math.gcd(heads, _CORES)
     each = heads // cores
     mean = (d_mixed.astype(jnp.float32) * mixed.astype(jnp.float32)).sum(-1)[:, :, None]

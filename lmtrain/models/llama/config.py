@@ -57,6 +57,7 @@ class MtpConfig(Sizes):
 # Settings of other attention than latent attention.
 _NOT_LATENT = (
     *("attention_gate", "attention_sinks", "attention_logit_cap", "qk_norm", "query_pre_attn_scalar", "use_qkv_bias"),
+    *("head_dim", "num_kv_heads"),
 )
 
 
@@ -137,7 +138,6 @@ class LlamaConfig(BaseModelConfig):
         None,
         description="Mixture of experts (MoE) in place of the MLP, in all layers that layer_pattern does not exclude",
     )
-
     mtp: MtpConfig | None = architecture(
         None, description="Predict several tokens in training (MTP); {} for one more; null: only the next one"
     )
@@ -205,7 +205,7 @@ class LlamaConfig(BaseModelConfig):
             return self
         if not self.attention_layers:
             raise field_error("latent_attention", "no layer of layer_pattern has attention; remove it")
-        for name in (*_NOT_LATENT, "head_dim", "num_kv_heads"):
+        for name in _NOT_LATENT:
             if getattr(self, name) != type(self).model_fields[name].default:
                 raise field_error(name, "latent attention (latent_attention) has none; remove it")
         if self.rope.partial_rotary_factor != 1:
@@ -397,17 +397,7 @@ class LlamaConfig(BaseModelConfig):
     def mixers(self) -> tuple[Mixer, ...]:
         attention, own, latent = super().mixers, self.linear_attention, self.latent_attention
         if latent is not None:
-            attention = tuple(
-                LatentMixer(
-                    hidden_dim=self.hidden_dim,
-                    heads=self.num_heads,
-                    kv_heads=self.num_heads,
-                    head_width=latent.head_width,
-                    window=window,
-                    latent=latent,
-                )
-                for window in self.windows
-            )
+            attention = tuple(LatentMixer(**vars(each), latent=latent) for each in attention)
         linear = None if own is None else GatedDeltaMixer(self.hidden_dim, own)
         kinds = zip(self.kinds, attention, strict=True)
         return tuple(linear if linear is not None and kind.attention == "linear" else each for kind, each in kinds)

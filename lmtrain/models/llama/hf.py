@@ -83,9 +83,9 @@ def _mtp_rows(config: LlamaConfig, rows: list[Row]) -> list[Row]:
     last = config.num_layers - 1
     layers = tuple(range(config.num_layers, config.num_layers + config.mtp.num_modules))
     names = {"norm_token": "enorm", "norm_hidden": "hnorm", "norm_out": "shared_head.norm"}
-    own = [Row(f"mtp/{ours}/scale", f"{_L}{theirs}.weight", layers=layers) for ours, theirs in names.items()]
-    own.append(Row("mtp/project/kernel", f"{_L}eh_proj.weight", transpose=True, layers=layers))
-    return own + [
+    around = [Row(f"mtp/{ours}/scale", f"{_L}{theirs}.weight", layers=layers) for ours, theirs in names.items()]
+    around.append(Row("mtp/project/kernel", f"{_L}eh_proj.weight", transpose=True, layers=layers))
+    return around + [
         replace(row, ours=f"mtp/{row.ours.replace('blocks', 'block', 1)}", layers=layers, named_in=None)
         for row in rows
         if row.is_stacked and all(own is None or last in own for own in (row.layers, row.named_in))

@@ -194,13 +194,12 @@ def _layers(values: Mapping[str, Any], relative: Relative) -> dict[str, Any]:
     mixed = [has_experts(values, relative.experts, layer) for layer in layers]
     if relative.experts is not None and not any(mixed):
         raise UserError("config.json: no layer has experts")
-    if relative.experts is not None and relative.experts.deepseek:
-        mixed = [True] * len(mixed)  # the setting first_dense_layers says it
+    can_be_dense = relative.experts is not None and relative.experts.can_be_mixed
     kinds = [
         LayerKind(
             attention="linear" if linear else "sliding" if sliding else "full",
             rope=rope,
-            mlp="dense" if relative.experts is not None and not mixes else None,
+            mlp="dense" if can_be_dense and not mixes else None,
             norm_position="pre" if linear and relative.linear and relative.linear.norms else None,
         )
         for linear, sliding, rope, mixes in zip(is_linear, is_sliding, rotated, mixed, strict=True)

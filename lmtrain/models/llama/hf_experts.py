@@ -93,12 +93,12 @@ def read_experts(values: Values, names: HfExperts) -> dict[str, Any]:
     settings: dict[str, Any] = {
         "num_experts": next((values[key] for key in keys if key in values), names.number),
         "experts_per_token": per_token,
-        "normalize": values.get("norm_topk_prob", names.deepseek == 3)
-        if names.normalizes is None
-        else names.normalizes,
+        "normalize": names.normalizes,
         "aux_loss": values.get("router_aux_loss_coef", names.aux_loss) * per_token,
         "z_loss": 0.0,
     }
+    if names.normalizes is None:
+        settings["normalize"] = values.get("norm_topk_prob", names.deepseek == 3)
     if names.deepseek:
         settings |= _read_deepseek(values, names.deepseek)
     if names.is_joined:
@@ -146,7 +146,7 @@ def _write_deepseek(config: LlamaConfig, version: int) -> dict[str, Any]:
 
 def _read_deepseek(values: Values, version: int) -> dict[str, Any]:
     for key, needed in _DEEPSEEK[version].items():
-        if values.get(key) not in (None, needed) and (version, key) != (3, "norm_topk_prob"):
+        if values.get(key) not in (None, needed):
             raise UserError(f"config.json: {key} {values[key]} is not supported; expected {needed}")
     groups = {"num_groups": values.get("n_group", 8), "groups_per_token": values.get("topk_group", 4)}
     settings: dict[str, Any] = {
