@@ -9,7 +9,9 @@ from lmtrain.compiled.collectives import Network
 from lmtrain.compiled.executions import Trips
 from lmtrain.compiled.figures import Figures, bound, measure
 from lmtrain.compiled.hlo import Shape
-from lmtrain.models.attention.kernel import kernel_of
+from lmtrain.models.attention.kernel import Kernel, kernel_of
+from lmtrain.models.config import ModelConfig
+from lmtrain.models.latent.config import LatentMixer
 from lmtrain.models.mixer import AttentionMixer
 from lmtrain.models.moe.experts import EXPERTS_SCOPE
 from lmtrain.models.params import count_parameters
@@ -184,12 +186,17 @@ def _tokens(program: Program, step: str) -> float:
     return batch * program.config.model.seq_len / program.layout.mesh.size
 
 
-def _backward(program: Program, of_keys: int, of_values: int) -> float:
-    """FLOPs of the backward pass of attention, relative to the forward pass, by the numbers of its products."""
-    mixers = [mixer for mixer in program.config.model.all_mixers if isinstance(mixer, AttentionMixer)]
-    each = [mixer.flops(program.config.model.seq_len, True)[1] for mixer in mixers]
-    share = sum(mixer.score_share * flops for mixer, flops in zip(mixers, each, strict=True)) / sum(each)
-    return of_keys * share + of_values * (1 - share)
+def backward_flops(config: ModelConfig, kernel: Kernel) -> float:
+    """FLOPs of the backward pass of attention, relative to the forward pass, by the widths of keys and of values."""
+    total = forward = 0.0
+    for mixer in config.all_mixers:
+        if isinstance(mixer, AttentionMixer):
+            is_latent = isinstance(mixer, LatentMixer) and kernel.latent_flops is not None
+            of_keys, of_values = (kernel.latent_flops if is_latent else kernel.flops) or (0, 0)
+            own = mixer.flops(config.seq_len, True)[1]
+            total += own * (of_keys * mixer.score_share + of_values * (1 - mixer.score_share))
+            forward += own
+    return total / forward
 
 
 def _flops(program: Program, measured: Figures, step: str) -> dict[str, float]:
@@ -221,7 +228,7 @@ def _flops(program: Program, measured: Figures, step: str) -> dict[str, float]:
     if calls and kernel.flops is not None:
         again = any(_RECOMPUTED in call.op_name for call in calls)
         products = causal_scores * tokens / (3 if step == "train" else 1)
-        by_formula = products * (1 + again + _backward(program, *kernel.flops) if step == "train" else 1)
+        by_formula = products * (1 + again + backward_flops(program.config.model, kernel) if step == "train" else 1)
     return {
         **sums,
         "model": model,

@@ -24,7 +24,8 @@ Call = Callable[[jax.Array, jax.Array, jax.Array, jax.Array | float, Options], j
 class Kernel:
     """A kernel of attention, which the setting `attn_backend` selects by its name.
 
-    `latent` is called with the arrays of `self_attend_latent`; None: `call`, with the keys of all heads joined.
+    `latent` is called with the arrays of `self_attend_latent`; None: `call`, with the keys of all heads joined. Its
+    `latent_flops` are as `flops`; None: equal.
 
     `platform` is cpu, gpu or tpu, None for any. `features` are the supported keys of `FEATURES`. `auto` takes the
     kernel for sequences of at least `auto_from` tokens. `uses_block_size`: it follows `flash_attention_block_size`.
@@ -46,6 +47,7 @@ class Kernel:
     uses_block_size: bool = False
     is_split: bool = False
     flops: tuple[int, int] | None = None
+    latent_flops: tuple[int, int] | None = None
     mean_trips: Callable[[str, int, int | None, int | None, int], float] | None = None
     unavailable: Callable[[str], str] = lambda device_kind: ""
 

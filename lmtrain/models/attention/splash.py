@@ -107,4 +107,5 @@ KERNEL = Kernel(
     latent=splash_latent,
     uses_block_size=True,
     flops=(4, 3),
+    latent_flops=(3, 2),
 )
