@@ -204,17 +204,12 @@ def open_store(config: DataConfig, cache: Cache) -> TokenStore:
         mirror.fetch_ahead(cache.shards)
         if config.shuffle is True:
             warn_if_small(cache.folder, cache.shards, config.max_mirror_bytes)
-        return TokenStore(cache.folder, cache.shards, cache.dtype, mirror.locate, cache.too_long, cache.has_pairs)
-    for path, info in zip(paths, infos, strict=True):
-        check_file(path, info)
-    return TokenStore(
-        cache.folder,
-        cache.shards,
-        cache.dtype,
-        lambda info: shard_path(cache.folder, info),
-        cache.too_long,
-        cache.has_pairs,
-    )
+        locate = mirror.locate
+    else:
+        locate = partial(shard_path, cache.folder)
+        for path, info in zip(paths, infos, strict=True):
+            check_file(path, info)
+    return TokenStore(cache.folder, cache.shards, cache.dtype, locate, cache.too_long, cache.has_pairs, config.pack)
 
 
 def num_windows(config: DataConfig, cache: Cache, seq_len: int) -> int:
@@ -299,12 +294,14 @@ def describe_epochs(
 
 
 def _describe_targets(config: DataConfig, cache: Cache, seq_len: int) -> str:
-    """How many tokens are targets, and how many documents are longer than a window; empty for text."""
+    """How many tokens are targets, the share of padding, and how many documents are longer than a window; empty for
+    text."""
     if not cache.has_targets:
         return ""
     targets = sum(info.targets or 0 for info in cache.shards.infos)
-    text = f"; {targets:,} of {cache.shards.tokens:,} tokens are targets"
-    long = packed_windows(config, cache, seq_len).too_long
+    windows = packed_windows(config, cache, seq_len)
+    text = f"; {targets:,} of {cache.shards.tokens:,} tokens are targets; {100 * windows.padding:.1f} % padding"
+    long = windows.too_long
     done = {"cut": "cut off there", "drop": "dropped"}[cache.too_long or "cut"]
     what = "pair" if cache.has_pairs else "document"
     return f"{text}; {counted(long, what)} longer than {seq_len:,} tokens, {done}" if long else text

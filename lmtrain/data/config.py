@@ -8,7 +8,15 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, StrictInt, model_validator
 
 from lmtrain.config.section import RawText, Section, execution, identity
-from lmtrain.data.formats import ChatFormat, CompletionFormat, FormatConfig, PreferenceFormat, TextFormat, TokensFormat
+from lmtrain.data.formats import (
+    ChatFormat,
+    CompletionFormat,
+    FormatConfig,
+    Pack,
+    PreferenceFormat,
+    TextFormat,
+    TokensFormat,
+)
 from lmtrain.runtime.errors import field_error
 
 
@@ -123,6 +131,11 @@ class DataConfig(SourceConfig):
         None,
         description="Position ids restart at 0 at the start of each document; false: they count through the sequence; "
         "null: they restart in conversations and completions only. MPT also requires mask_across_documents",
+    )
+    pack: Pack = identity(
+        "first_fit",
+        description="Which conversations, completions or pairs share a sequence: first_fit takes them in their order, "
+        "as many as fit; best_fit fills sequences from 16,384 of them at a time, with less padding",
     )
     stop_strategy: Literal["restart", "first_exhausted"] = identity(
         "restart", description="Action when a source of a mixture is exhausted: restart that source, or end the run"

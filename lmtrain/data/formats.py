@@ -8,6 +8,7 @@ from lmtrain.config.section import FreeText, RawText, Section, by_type, identity
 from lmtrain.hf.config import RENDERER_NAMES
 
 TooLong = Literal["cut", "drop"]
+Pack = Literal["first_fit", "best_fit"]
 
 
 class TextFormat(Section):

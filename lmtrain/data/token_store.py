@@ -4,14 +4,14 @@ import functools
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from lmtrain.data.cache_manifest import BLOCK_TOKENS, ShardInfo, Shards
-from lmtrain.data.formats import TooLong
+from lmtrain.data.formats import Pack, TooLong
 from lmtrain.data.token_file import TokenFile, TokenLayout
 from lmtrain.runtime.errors import ReadError, UserError
 
@@ -55,11 +55,20 @@ _READER_OPTIONS = "readahead_buffer_size:0,max_parallelism:0"
 Piece = tuple[int, int, int, int, int]
 
 
+class Span(NamedTuple):
+    """Tokens from `start` on, `count` of them, and where they are in the result."""
+
+    row: int
+    column: int
+    start: int
+    count: int
+
+
 class TokenStore:
     """Tokens of one split, in source order across shards. `locate` returns the local file of a shard.
 
     `too_long` is the setting of `ChatFormat`, None for text; others have shards of format 3. `has_pairs`: documents are
-    pairs of answers, which stay together.
+    pairs of answers, which stay together. `pack` is the setting of `DataConfig`.
 
     Not thread-safe: use one store per thread. Opening is cheap, since shards are opened at their first read.
     """
@@ -72,28 +81,35 @@ class TokenStore:
         locate: Callable[[ShardInfo], str],
         too_long: TooLong | None = None,
         has_pairs: bool = False,
+        pack: Pack = "first_fit",
     ):
         self.name = name
         self.shards = shards
         self.has_targets = too_long is not None
         self.too_long: TooLong = too_long or "cut"
         self.has_pairs = has_pairs
+        self.pack = pack
         self._dtype = np.dtype(dtype)
         self._locate = locate
         self._readers: OrderedDict[int, Any] = OrderedDict()
 
     def read(self, starts: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Read the windows `[start, start + length)`.
+        """Read the windows `[start, start + length)`; see `read_spans`. Tokens past the end of the data are 0."""
+        spans = [Span(row, 0, start, length) for row, start in enumerate(starts.tolist())]
+        return self.read_spans(spans, (len(starts), length))
 
-        Returns three arrays [len(starts), length]: tokens int32, 0 past the end of the data; bool, true at the first
-        token of each document, though perhaps not of one that starts with the window; and bool, true for targets: in
-        text, all. All blocks of one shard are read in one call, for speed.
+    def read_spans(self, spans: Sequence[Span], shape: tuple[int, int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Read the tokens of all spans into arrays of a shape [rows, length], 0 and false elsewhere.
+
+        Returns three arrays: tokens int32; bool, true at the first token of each document, though perhaps not of one
+        that starts with a span; and bool, true for targets: in text, everywhere. All blocks of one shard are read in
+        one call, for speed.
         """
         self.shards.check()
-        tokens = np.zeros((len(starts), length), np.int32)
-        begins = np.zeros((len(starts), length), bool)
-        targets = np.full((len(starts), length), not self.has_targets)
-        for shard, pieces in self._pieces(starts, length).items():
+        length = shape[1]
+        tokens, begins = np.zeros(shape, np.int32), np.zeros(shape, bool)
+        targets = np.full(shape, not self.has_targets)
+        for shard, pieces in self._pieces(spans).items():
             if self.shards.infos[shard].layout is not None:
                 self._read_file(shard, pieces, tokens, begins)
                 continue
@@ -134,13 +150,13 @@ class TokenStore:
         (record,) = self._read_blocks(shard, [blocks])
         return np.frombuffer(record, "<u4").astype(np.int64)
 
-    def _pieces(self, starts: np.ndarray, length: int) -> dict[int, list[Piece]]:
-        """Pieces of each shard that the windows consist of."""
+    def _pieces(self, spans: Sequence[Span]) -> dict[int, list[Piece]]:
+        """Pieces of each shard that the spans consist of."""
         before = self.shards.starts  # read once, since it may grow in the meantime
         total = int(before[-1])
         pieces: dict[int, list[Piece]] = {}
-        first = np.searchsorted(before, starts, side="right") - 1
-        for row, (start, shard) in enumerate(zip(starts.tolist(), first.tolist(), strict=True)):
+        first = np.searchsorted(before, [span.start for span in spans], side="right") - 1
+        for (row, column, start, length), shard in zip(spans, first.tolist(), strict=True):
             position, end = start, min(start + length, total)
             while position < end:
                 inside = position - int(before[shard])
@@ -150,7 +166,7 @@ class TokenStore:
                     continue
                 block, offset = divmod(inside, BLOCK_TOKENS)
                 count = min(BLOCK_TOKENS - offset, left, end - position)
-                pieces.setdefault(shard, []).append((block, offset, row, position - start, count))
+                pieces.setdefault(shard, []).append((block, offset, row, column + position - start, count))
                 position += count
         return pieces
 
@@ -205,17 +221,18 @@ def read_columns(store: TokenStore, starts: np.ndarray, columns: range) -> tuple
     return tokens[:, lead:], begins[:, lead:], targets[:, lead:]
 
 
-def document_starts(store: TokenStore, starts: np.ndarray, begins: np.ndarray, first: int) -> np.ndarray:
+def document_starts(before: Callable[[np.ndarray, range], np.ndarray], begins: np.ndarray, first: int) -> np.ndarray:
     """Where the document of each token of a window starts, in positions of the window, int32 [windows, columns].
 
-    `begins` are those of `read_columns` for the columns from `first` on. A document that started before the window is
-    at 0; for one that started before the column `first`, the tokens before are searched backwards.
+    `begins` are those of the columns from `first` on, and `before(rows, columns)` reads those of other columns. A
+    document that started before the window is at 0; for one that started before the column `first`, the tokens before
+    are searched backwards.
     """
-    opened = np.zeros(len(starts), np.int32)
+    opened = np.zeros(len(begins), np.int32)
     unknown, end = np.flatnonzero(~begins[:, 0]), first
     while len(unknown) and end > 0:
         begin = max(end - BLOCK_TOKENS, 0)
-        found = read_columns(store, starts[unknown], range(begin, end))[1]
+        found = before(unknown, range(begin, end))
         is_known = found.any(axis=1)
         opened[unknown[is_known]] = end - 1 - found[is_known, ::-1].argmax(axis=1)
         unknown, end = unknown[~is_known], begin

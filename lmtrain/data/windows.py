@@ -1,59 +1,18 @@
-"""Order of training: the window of tokens of each example; documents packed into windows; pairs of answers.
+"""Order of training: the window of tokens of each example, of text, of packed documents, and of pairs of answers.
 
 Window i of a split of text is tokens [iL, (i+1)L) of its concatenated documents, where L is the sequence length. A
 window has L - 1 targets: position p predicts the token at p + 1. For evaluation the last token of each window is also
 the first of the next one, so that every token but the first one of the split is a target once. Conversations and
-completions are packed instead, see `lmtrain/data/windows.py`.
+completions are packed instead, see `lmtrain/data/packing.py`.
 """
 
 import functools
-from typing import NamedTuple
 
 import numpy as np
 
-from lmtrain.data.formats import TooLong
 from lmtrain.data.mixture import permute
-from lmtrain.data.token_store import TokenStore, document_starts, read_columns
-
-
-class Packed(NamedTuple):
-    """Windows of documents: where each starts and its length, in tokens; the number of its first document; int64
-    [windows]. `too_long` is the number of documents that are longer than a window."""
-
-    starts: np.ndarray
-    lengths: np.ndarray
-    first: np.ndarray
-    too_long: int
-
-
-def pack(lengths: np.ndarray, seq_len: int, too_long: TooLong) -> Packed:
-    """Next-fit packing of documents in their order: a window takes documents as long as they fit.
-
-    A document longer than `seq_len` has a window of its own, cut off, or none if it is dropped. `lengths` [documents]
-    are in tokens. The windows depend on the arguments only.
-    """
-    ends = np.cumsum(lengths)
-    begins = ends - lengths
-    is_long = lengths > seq_len
-    long_documents = np.flatnonzero(is_long)
-    windows = []  # start, length and first document of each
-    document, following = 0, 0  # `following` indexes the first long document that is not packed yet
-    while document < len(lengths):
-        if is_long[document]:
-            following += 1
-            if too_long == "cut":
-                windows.append((begins[document], seq_len, document))
-            document += 1
-            continue
-        fit = int(np.searchsorted(ends, begins[document] + seq_len, side="right"))
-        if following < len(long_documents):
-            fit = min(fit, int(long_documents[following]))
-        size = ends[fit - 1] - begins[document]
-        if size:
-            windows.append((begins[document], size, document))
-        document = fit
-    starts, sizes, first = np.array(windows, np.int64).reshape(-1, 3).T.copy()
-    return Packed(starts, sizes, first, len(long_documents))
+from lmtrain.data.packing import Pieces, pack, pieces_of
+from lmtrain.data.token_store import Span, TokenStore, document_starts, read_columns
 
 
 class PackedWindows:
@@ -67,14 +26,19 @@ class PackedWindows:
         self.too_long = 0
         self._seq_len = seq_len
         self._shards = 0
-        self._starts = np.zeros(0, np.int64)
-        self._lengths = np.zeros(0, np.int64)
+        self._pieces = Pieces(*(np.zeros(0, np.int64) for _ in range(3)), offsets=np.zeros(1, np.int64))
 
     def for_training(self) -> int:
         self._pack_new()
-        return len(self._starts)
+        return len(self._pieces.offsets) - 1
 
     for_evaluation = for_training
+
+    @property
+    def padding(self) -> float:
+        """The share of padding in the windows that are known."""
+        room = self.for_training() * self._seq_len
+        return 1 - int(self._pieces.lengths.sum()) / room if room else 0.0
 
     def wait_for(self, number: int | None) -> int:
         """Wait until `number` windows are known, or all (None); return the number of known windows."""
@@ -92,16 +56,12 @@ class PackedWindows:
         A position's target is the next token, if it is one of the same document. Padding is one more document; numbers
         past the last window give padding.
         """
-        known = numbers < len(self._starts)
-        numbers = np.where(known, numbers, 0)
-        lengths = np.where(known, self._lengths[numbers], 0)[:, None]
+        lengths = np.array([self._length(number) for number in numbers.tolist()])[:, None]
         # and the next position, whose token is the last column's target
         wider = range(columns.start, columns.stop + 1)
         tokens, begins, targets = self._read_tokens(numbers, wider)
         positions = np.arange(wider.start, wider.stop)
         inside = positions < lengths
-        tokens[~inside] = 0
-        begins &= inside
         begins |= positions == lengths
         mask = (targets & inside & ~begins)[:, 1:]
         mask &= positions[1:] < self._seq_len
@@ -110,28 +70,60 @@ class PackedWindows:
 
     def have_target(self, numbers: np.ndarray) -> bool:
         """Whether any of these windows has a target. Takes no memory for padding."""
-        return bool(self.read(numbers, range(int(self._lengths[numbers].max())))[2].any())
+        return bool(self.read(numbers, range(max(map(self._length, numbers.tolist()))))[2].any())
+
+    def _of(self, window: int) -> slice:
+        """The pieces of a window; none past the last one."""
+        offsets = self._pieces.offsets
+        return slice(*offsets[window : window + 2].tolist()) if window < len(offsets) - 1 else slice(0)
+
+    def _length(self, window: int) -> int:
+        return int(self._pieces.lengths[self._of(window)].sum())
 
     def _read_tokens(self, numbers: np.ndarray, columns: range) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        return read_columns(self.store, self._starts[numbers], columns)
+        """Tokens, first tokens of documents, and targets of windows, [windows, columns]; 0 and false in padding."""
+        lead = int(columns.start > 0)  # the store does not know whether a document starts at the first token of a span
+        first, end = columns.start - lead, columns.stop
+        spans, rows, at = [], [], []
+        for row, window in enumerate(numbers.tolist()):
+            column = 0
+            pieces = self._of(window)
+            for start, length in zip(self._pieces.starts[pieces], self._pieces.lengths[pieces], strict=True):
+                if first <= column < end:  # every piece begins with a document
+                    rows.append(row)
+                    at.append(column - first)
+                skipped = max(0, first - column)
+                count = min(column + int(length), end) - (column + skipped)
+                if count > 0:
+                    spans.append(Span(row, column + skipped - first, int(start) + skipped, count))
+                column += int(length)
+        tokens, begins, targets = self.store.read_spans(spans, (len(numbers), end - first))
+        begins[rows, at] = True
+        return tokens[:, lead:], begins[:, lead:], targets[:, lead:]
 
     def _document_starts(self, numbers: np.ndarray, begins: np.ndarray, first: int) -> np.ndarray:
-        return document_starts(self.store, self._starts[numbers], begins, first)
+        def before(rows: np.ndarray, columns: range) -> np.ndarray:
+            return self._read_tokens(numbers[rows], columns)[1]
 
-    def _pack(self, shard: int) -> Packed:
-        return pack(self.store.document_lengths(shard), self._seq_len, self.store.too_long)
+        return document_starts(before, begins, first)
+
+    def _pack(self, shard: int) -> Pieces:
+        lengths, in_pairs = self.store.document_lengths(shard), self.store.has_pairs
+        of_units = lengths.reshape(-1, 2).sum(1) if in_pairs else lengths
+        packed = pack(of_units, self._seq_len, self.store.too_long, self.store.pack)
+        self.too_long += packed.too_long
+        return pieces_of(packed, lengths, self._seq_len, in_pairs)
 
     def _pack_new(self) -> None:
         shards = self.store.shards
-        starts, lengths = [self._starts], [self._lengths]
+        parts = [self._pieces]
         for shard in range(self._shards, len(shards.infos)):
-            packed = self._pack(shard)
-            starts.append(packed.starts + shards.starts[shard])
-            lengths.append(packed.lengths)
-            self.too_long += packed.too_long
+            pieces = self._pack(shard)
+            offsets = pieces.offsets[1:] + sum(len(part.starts) for part in parts)
+            parts.append(pieces._replace(starts=pieces.starts + shards.starts[shard], offsets=offsets))
             self._shards += 1
-        if len(starts) > 1:
-            self._starts, self._lengths = np.concatenate(starts), np.concatenate(lengths)
+        if len(parts) > 1:
+            self._pieces = Pieces(*map(np.concatenate, zip(*parts, strict=True)))
 
 
 # Windows of pairs of answers: complete pairs, each as two documents, first the chosen answer, then the rejected one.
@@ -139,100 +131,65 @@ class PackedWindows:
 # So the documents of even numbers in a window are chosen, those of odd numbers rejected.
 
 
-def kept_lengths(chosen: np.ndarray, rejected: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
-    """How many tokens of each answer are kept of a pair, so that both fit: the longer one is cut off to half of the
-    window at least."""
-    of_chosen = np.minimum(chosen, np.maximum(seq_len - seq_len // 2, seq_len - rejected))
-    return of_chosen, np.minimum(rejected, seq_len - of_chosen)
-
-
 class PairWindows(PackedWindows):
     """Windows of a store of pairs. A pair that is too long has a window of its own, with the start of each answer."""
 
     def __init__(self, store: TokenStore, seq_len: int):
         super().__init__(store, seq_len)
-        self._first = np.zeros(0, np.int64)  # document of each window
         self._begins = np.zeros(0, np.int64)  # of each document, in tokens of the store
-        self._sizes = np.zeros(0, np.int64)
 
     @property
     def documents(self) -> int:
         """Number of documents so far, twice that of pairs."""
-        return len(self._sizes)
+        return len(self._begins)
 
     def numbers_of_documents(self, numbers: np.ndarray, columns: range) -> np.ndarray:
         """The number of each token's document in its window, int32 [windows, columns]; padding is one more document."""
         positions = np.arange(columns.start, columns.stop)
         found = np.zeros((len(numbers), len(columns)), np.int32)
-        for row, starts in enumerate(map(self._starts_in, numbers.tolist())):
-            found[row] = np.searchsorted(starts, positions, side="right") - 1
+        for row, window in enumerate(numbers.tolist()):
+            found[row] = np.searchsorted(self._places(window)[1], positions, side="right") - 1
         return found
 
     def values_at_starts(self, numbers: np.ndarray, columns: range, values: np.ndarray) -> np.ndarray:
         """Values of documents at their first tokens, 0 elsewhere, float32 [windows, columns]. `values`: [documents]."""
         placed = np.zeros((len(numbers), len(columns)), np.float32)
         for row, window in enumerate(numbers.tolist()):
-            starts = self._starts_in(window)[:-1]
-            inside = (starts >= columns.start) & (starts < columns.stop)
-            of_window = values[self.range_of(window)]
-            placed[row, starts[inside] - columns.start] = of_window[inside]
+            documents, starts = self._places(window)
+            inside = (starts[:-1] >= columns.start) & (starts[:-1] < columns.stop)
+            placed[row, starts[:-1][inside] - columns.start] = values[documents[inside]]
         return placed
 
-    def range_of(self, window: int) -> slice:
-        """The documents of a window; none past the last one."""
-        if window >= len(self._starts):
-            return slice(0, 0)
-        first, size = int(self._first[window]), int(self._lengths[window])
-        if self._sizes[first : first + 2].sum() > self._seq_len:
-            return slice(first, first + 2)
-        end = int(self._starts[window]) + size
-        return slice(first, int(np.searchsorted(self._begins, end)))
+    def documents_of(self, window: int) -> np.ndarray:
+        """The numbers of the documents of a window, int64; none past the last one."""
+        return self._places(window)[0]
 
-    def _starts_in(self, window: int) -> np.ndarray:
-        """Where each document of a window starts in it, and where its padding starts."""
-        documents = self.range_of(window)
-        if documents.start == documents.stop:
-            return np.zeros(1, np.int64)
-        cut = self._cut(documents.start)
-        if cut is not None:
-            return np.array([0, cut, self._lengths[window]])
-        return np.append(self._begins[documents] - self._starts[window], self._lengths[window])
-
-    def _cut(self, first: int) -> int | None:
-        """The number of tokens that are kept of the chosen answer, document `first`; None: the pair is complete."""
-        chosen, rejected = self._sizes[first : first + 2]
-        if chosen + rejected <= self._seq_len:
-            return None
-        return int(kept_lengths(chosen, rejected, self._seq_len)[0])
-
-    def _read_tokens(self, numbers: np.ndarray, columns: range) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        found = read_columns(self.store, self._starts[numbers], columns)
-        cuts = {row: cut for row, first in enumerate(self._first[numbers]) if (cut := self._cut(first)) is not None}
-        if cuts:
-            rows = np.array(list(cuts))
-            # the rejected answer is read as if the rest of the chosen one were not there
-            skipped = self._sizes[self._first[numbers[rows]]] - np.array(list(cuts.values()))
-            after = np.arange(columns.start, columns.stop) >= np.array(list(cuts.values()))[:, None]
-            moved = read_columns(self.store, self._starts[numbers[rows]] + skipped, columns)
-            for array, other in zip(found, moved, strict=True):
-                array[rows] = np.where(after, other, array[rows])
-        return found
+    def _places(self, window: int) -> tuple[np.ndarray, np.ndarray]:
+        """The documents of a window; where each starts in it, and last where its padding starts."""
+        documents, places, column = [], [], 0
+        pieces = self._of(window)
+        for start, length, first in zip(*(values[pieces] for values in self._pieces[:3]), strict=True):
+            within = np.arange(first, np.searchsorted(self._begins, start + length))
+            documents.append(within)
+            places.append(self._begins[within] - start + column)
+            column += length
+        nothing = np.zeros(0, np.int64)
+        return np.concatenate([nothing, *documents]), np.concatenate([nothing, *places, [column]])
 
     def _document_starts(self, numbers: np.ndarray, begins: np.ndarray, first: int) -> np.ndarray:
-        columns = range(first, first + begins.shape[1])
-        of_documents = self.numbers_of_documents(numbers, columns)
+        of_documents = self.numbers_of_documents(numbers, range(first, first + begins.shape[1]))
         starts = np.zeros(begins.shape, np.int32)
         for row, window in enumerate(numbers.tolist()):
-            starts[row] = self._starts_in(window)[of_documents[row]]
+            starts[row] = self._places(window)[1][of_documents[row]]
         return starts
 
-    def _pack(self, shard: int) -> Packed:
+    def _pack(self, shard: int) -> Pieces:
         lengths = self.store.document_lengths(shard)
-        packed = pack(lengths.reshape(-1, 2).sum(1), self._seq_len, self.store.too_long)
+        pieces = super()._pack(shard)
+        pieces = pieces._replace(documents=pieces.documents + len(self._begins))
         begins = self.store.shards.starts[shard] + np.cumsum(lengths) - lengths
-        self._first = np.append(self._first, len(self._sizes) + 2 * packed.first)
-        self._begins, self._sizes = np.append(self._begins, begins), np.append(self._sizes, lengths)
-        return packed
+        self._begins = np.append(self._begins, begins)
+        return pieces
 
 
 def packed_windows_of(store: TokenStore, seq_len: int) -> PackedWindows:
@@ -303,7 +260,11 @@ class TextWindows:
         tokens, begins, _ = read_columns(self.store, starts, columns)
         positions = np.arange(columns.start, columns.stop)
         mask = (positions < self._seq_len - 1) & (starts[:, None] + positions + 1 < self.store.shards.tokens)
-        return tokens, document_starts(self.store, starts, begins, columns.start), mask
+
+        def before(rows: np.ndarray, columns: range) -> np.ndarray:
+            return read_columns(self.store, starts[rows], columns)[1]
+
+        return tokens, document_starts(before, begins, columns.start), mask
 
 
 # What the examples of a source are.

@@ -18,8 +18,8 @@ from itertools import islice
 import numpy as np
 
 from lmtrain.data.config import DataConfig
-from lmtrain.data.formats import PreferenceFormat, TextFormat, TooLong
-from lmtrain.data.windows import kept_lengths, pack
+from lmtrain.data.formats import Pack, PreferenceFormat, TextFormat, TooLong
+from lmtrain.data.packing import kept_lengths, pack
 from lmtrain.hf.find_tokenizer import open_tokenizer
 from lmtrain.hf.tokenizer import Tokenizer
 from lmtrain.preprocess.documents import not_read
@@ -68,7 +68,7 @@ def first_documents(config: DataConfig, seq_len: int, number: int) -> Iterator[S
                 tokens += document.length
         else:
             assert not isinstance(config.format, TextFormat)
-            documents = _pack(documents, seq_len, config.format.too_long, sequences, per_record)
+            documents = _pack(documents, seq_len, config.format.too_long, config.pack, sequences, per_record)
             sequences += sum(len(document.sequences) for document in documents)
         yield from documents
         if not number:
@@ -76,12 +76,14 @@ def first_documents(config: DataConfig, seq_len: int, number: int) -> Iterator[S
 
 
 def _pack(
-    documents: list[ShownDocument], seq_len: int, too_long: TooLong, before: int, per_record: int
+    documents: list[ShownDocument], seq_len: int, too_long: TooLong, how: Pack, before: int, per_record: int
 ) -> list[ShownDocument]:
     """The first documents of a shard in sequences, which are numbered from `before` + 1. Each shard is packed alone,
-    and the first documents are packed as if there were all. `per_record` is 2 for pairs of answers, else 1."""
+    and the first documents are packed as if there were all; by best fit they have no sequence, since the others matter.
+    `per_record` is 2 for pairs of answers, else 1."""
     lengths = np.array([document.length for document in documents], np.int64).reshape(-1, per_record)
-    first = pack(lengths.sum(1), seq_len, too_long).first
+    packed = pack(lengths.sum(1), seq_len, too_long, how)
+    first = packed.documents[packed.offsets[:-1]] if how == "first_fit" else packed.documents[:0]
     numbers = {per_record * record: before + 1 + index for index, record in enumerate(first.tolist())}
     kept = np.minimum(lengths, seq_len)
     if per_record == 2:

@@ -314,6 +314,10 @@ _NEEDS: Mapping[str, tuple[Callable[[RunConfig], object], str]] = {
         lambda c: any(isinstance(source.format, TextFormat) for source in c.data.sources().values()),
         "data.format.type: text; other formats have settings for their own keys",
     ),
+    "data.pack": (
+        lambda c: any(source.has_targets for source in c.data.sources().values()),
+        "conversations, completions or preferences (data.format.type)",
+    ),
     "data.max_bad_fraction": (lambda c: c.data.on_bad_record == "skip", "data.on_bad_record: skip"),
     "data.stop_strategy": (lambda c: c.data.configs, "a mixture (data.configs)"),
     "data.mirror_dir": (lambda c: "://" in c.data.cache_dir, "a URL as data.cache_dir"),

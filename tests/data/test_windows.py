@@ -1,5 +1,6 @@
 """The window of each row of each batch: of text, of packed documents, and of pairs of answers."""
 
+import itertools
 import threading
 import time
 import tracemalloc
@@ -21,8 +22,6 @@ from lmtrain.data.windows import (
     PairWindows,
     TextWindows,
     WindowOrder,
-    kept_lengths,
-    pack,
     train_windows,
     wait_for_windows,
 )
@@ -112,39 +111,13 @@ LENGTHS = st.lists(st.integers(1, 30), max_size=60)
 ANY_SPEED = settings(deadline=None, max_examples=60, derandomize=True)
 
 
-@ANY_SPEED
-@given(LENGTHS, st.integers(2, 20), st.sampled_from(["cut", "drop"]))
-def test_windows_hold_complete_documents_in_order_and_the_next_one_does_not_fit(lengths, seq_len, too_long):
-    found, sizes, first, num_long = pack(np.array(lengths, np.int64), seq_len, too_long)
-    starts = np.cumsum([0, *lengths]).tolist()
-    expected, window = [], []
-
-    def close():
-        if window:
-            expected.append((starts[window[0]], sum(lengths[number] for number in window)))
-        window.clear()
-
-    for number, length in enumerate(lengths):
-        if length > seq_len:
-            close()
-            expected.extend([(starts[number], seq_len)] * (too_long == "cut"))
-            continue
-        if sum(lengths[other] for other in window) + length > seq_len:
-            close()
-        window.append(number)
-    close()
-    assert list(zip(found.tolist(), sizes.tolist(), strict=True)) == expected
-    assert [starts[number] for number in first] == found.tolist()
-    assert num_long == sum(length > seq_len for length in lengths)
-
-
 class Documents:
     """A store of documents with targets, in memory: token t of document d is 100 d + t, and odd ones are targets."""
 
     has_targets, has_pairs = True, False
 
-    def __init__(self, *shards, too_long="cut", complete=True):
-        self.name, self.too_long = "documents", too_long
+    def __init__(self, *shards, too_long="cut", pack="first_fit", complete=True):
+        self.name, self.too_long, self.pack = "documents", too_long, pack
         self.shards = Shards()
         self._lengths = []
         self._tokens = np.zeros(0, np.int32)
@@ -165,10 +138,13 @@ class Documents:
     def document_lengths(self, shard):
         return self._lengths[shard]
 
-    def read(self, starts, length):
-        padded = np.append(self._tokens, np.zeros(length + 100, np.int32))
-        tokens = np.array([padded[start : start + length] for start in starts.tolist()])
-        return tokens.copy(), (tokens % 100 == 0) & (np.arange(length) > 0), tokens % 2 == 1
+    def read_spans(self, spans, shape):
+        tokens, begins, targets = np.zeros(shape, np.int32), np.zeros(shape, bool), np.zeros(shape, bool)
+        for row, column, start, count in spans:
+            place = row, slice(column, column + count)
+            tokens[place] = own = self._tokens[start : start + count]
+            begins[place], targets[place] = (own % 100 == 0) & (np.arange(count) > 0), own % 2 == 1
+        return tokens, begins, targets
 
 
 def source(store, steps=4, **settings):
@@ -262,19 +238,6 @@ def test_pairs_stay_together_and_have_their_numbers():
     assert batch["reference"].tolist() == [[1, 0, 0, 2, 0, 3, 0, 4], [5, 0, 0, 6, 0, 0, 0, 0]]
 
 
-@ANY_SPEED
-@given(st.integers(1, 30), st.integers(1, 30), st.integers(2, 20))
-def test_the_longer_answer_is_cut_off_first(chosen, rejected, seq_len):
-    kept = [int(part) for part in kept_lengths(np.int64(chosen), np.int64(rejected), seq_len)]
-    if chosen + rejected <= seq_len:
-        assert kept == [chosen, rejected]
-        return
-    assert sum(kept) == seq_len
-    half = seq_len // 2
-    assert kept[0] == min(chosen, seq_len - half) or kept[1] == rejected
-    assert kept[1] == min(rejected, half) or kept[0] == chosen
-
-
 @pytest.mark.parametrize(
     ("lengths", "tokens", "documents"),
     [
@@ -306,11 +269,36 @@ def test_a_pair_that_is_too_long_keeps_the_start_of_both_answers(lengths, tokens
 def test_parts_of_the_columns_are_parts_of_the_batch_of_documents_and_of_pairs(shards, cut):
     shards = [lengths[: len(lengths) // 2 * 2] for lengths in shards]
     references = [np.arange(1, 1 + sum(map(len, shards)), dtype=np.float32)]
-    for whole in (source(Pairs(*shards), references=references), source(Documents(*shards))):
+    for pack, of_pairs in itertools.product(("first_fit", "best_fit"), (True, False)):
+        kind, more = (Pairs, {"references": references}) if of_pairs else (Documents, {})
+        whole = source(kind(*shards, pack=pack), **more)
         parts = [replace(whole, columns=columns) for columns in (range(cut), range(cut, 8))]
         for name, array in whole[0].items():
             found = np.concatenate([part[0][name] for part in parts], axis=1)
             np.testing.assert_array_equal(found, array, err_msg=name)
+
+
+@pytest.mark.parametrize("kind", [Documents, Pairs])
+def test_best_fit_reads_documents_from_anywhere_in_a_shard(kind):
+    lengths = [3, 4, 5, 2, 1, 9, 4, 4]
+    references = [np.arange(1, 9, dtype=np.float32)] if kind is Pairs else None
+    batch = source(kind(lengths, pack="best_fit"), references=references)
+    first = {name: array[0].tolist() for name, array in batch[0].items()}
+    if kind is Documents:
+        assert first["tokens"] == [0, 1, 2, 200, 201, 202, 203, 204]
+        assert first["segments"] == [0, 0, 0, 3, 3, 3, 3, 3]
+        assert first["loss_mask"] == [True, False, False, True, False, True, False, False]
+        assert batch[1]["tokens"].tolist() == [[300, 301, 400, 700, 701, 702, 703, 0], list(range(500, 508))]
+    else:
+        assert first["tokens"] == [0, 1, 2, 100, 101, 102, 103, 0]
+        assert batch[1]["tokens"][0].tolist() == [400, 500, 501, 502, 503, 504, 505, 506]
+        assert batch[1]["reference"][0].tolist() == [5, 6, 0, 0, 0, 0, 0, 0]
+
+
+def test_padding_is_the_rest_of_the_sequences():
+    for pack, share in (("first_fit", 1 - 20 / 32), ("best_fit", 1 - 20 / 24)):
+        assert PackedWindows(Documents([3, 7, 5], [5], pack=pack), 8).padding == pytest.approx(share)
+    assert PackedWindows(Documents(), 8).padding == 0
 
 
 def test_evaluation_has_the_values_of_each_document_once():
@@ -320,5 +308,4 @@ def test_evaluation_has_the_values_of_each_document_once():
     assert values[values > 0].tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
     assert not whole[1]["loss_mask"][1].any()
     windows = whole.windows
-    covered = [windows.range_of(window) for window in range(4)]
-    assert [(part.start, part.stop) for part in covered] == [(0, 4), (4, 6), (6, 8), (0, 0)]
+    assert [windows.documents_of(window).tolist() for window in range(4)] == [[0, 1, 2, 3], [4, 5], [6, 7], []]

@@ -219,9 +219,9 @@ def test_a_cache_keeps_pairs_together_leaves_out_equal_ones_and_drops_duplicates
     assert store.has_pairs
     windows = PairWindows(store, 64)
     number = windows.for_training()
-    ranges = [windows.range_of(window) for window in range(number)]
-    assert [part.start % 2 for part in ranges] == [0] * number
-    assert [document for part in ranges for document in range(part.start, part.stop)] == list(range(10))
+    documents = [windows.documents_of(window).tolist() for window in range(number)]
+    assert [numbers[0] % 2 for numbers in documents] == [0] * number
+    assert sum(documents, []) == list(range(10))
 
 
 @pytest.mark.parametrize(

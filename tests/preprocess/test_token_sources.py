@@ -93,7 +93,7 @@ def test_megatron_s_documents_that_cross_blocks_of_the_reader(folder):
         np.testing.assert_array_equal(tokens[row], ids[start : start + size])
         right = ends[(ends > start) & (ends < start + size)] - start
         np.testing.assert_array_equal(1 + np.flatnonzero(begins[row, 1:]), right)
-    assert document_starts(store, starts, begins, 0)[row].max() == right[-1]
+    assert document_starts(lambda *_: begins[:0], begins, 0)[row].max() == right[-1]
 
 
 def test_an_id_that_is_not_in_the_vocabulary_is_named_with_its_place(folder):

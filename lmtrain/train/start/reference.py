@@ -152,8 +152,8 @@ class Reference:
         with Progress("reference", len(own), quiet=not self._processes.is_first) as progress:
             for number, sums in enumerate(read_ahead(step, self._params, own)):
                 for row, of_documents in enumerate(np.asarray(sums)):
-                    documents = windows.range_of(number * size + row)
-                    values[documents] = of_documents[: documents.stop - documents.start]
+                    documents = windows.documents_of(number * size + row)
+                    values[documents] = of_documents[: len(documents)]
                 progress.update(number + 1, f"{number + 1:,}/{len(own):,} batches of {folder}")
         return values
 
