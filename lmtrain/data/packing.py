@@ -109,7 +109,8 @@ def pieces_of(packed: Packed, lengths: np.ndarray, seq_len: int, in_pairs: bool)
     documents, offsets = packed.documents, packed.offsets
     if in_pairs:
         documents, offsets = (2 * documents[:, None] + np.arange(2)).reshape(-1), 2 * offsets
-        kept = np.stack(kept_lengths(*lengths[documents].reshape(-1, 2).T, seq_len), axis=1).reshape(-1)
+        chosen, rejected = lengths[documents].reshape(-1, 2).T
+        kept = np.stack(kept_lengths(chosen, rejected, seq_len), axis=1).reshape(-1)
     else:
         kept = np.minimum(lengths[documents], seq_len)
     begins = (np.cumsum(lengths) - lengths)[documents]

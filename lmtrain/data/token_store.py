@@ -56,12 +56,12 @@ Piece = tuple[int, int, int, int, int]
 
 
 class Span(NamedTuple):
-    """Tokens from `start` on, `count` of them, and where they are in the result."""
+    """`size` tokens from `start` on, and where they are in the result."""
 
     row: int
     column: int
     start: int
-    count: int
+    size: int
 
 
 class TokenStore:

@@ -26,7 +26,8 @@ class PackedWindows:
         self.too_long = 0
         self._seq_len = seq_len
         self._shards = 0
-        self._pieces = Pieces(*(np.zeros(0, np.int64) for _ in range(3)), offsets=np.zeros(1, np.int64))
+        nothing = np.zeros(0, np.int64)
+        self._pieces = Pieces(nothing, nothing, nothing, np.zeros(1, np.int64))
 
     def for_training(self) -> int:
         self._pack_new()

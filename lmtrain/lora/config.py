@@ -31,10 +31,10 @@ class LoraConfig(Section):
     base_dtype: Literal["float32", "bfloat16", "float16"] | None = identity(
         None, description="Dtype of the frozen parameters; null: that of the base model"
     )
-    base_quantization: Literal["fp8", "int8"] | None = changeable(
+    base_quantization: Literal["fp8", "int8", "nf4", "int4"] | None = changeable(
         None,
-        description="Store the matrices of the frozen blocks in 8 bits during training, in half of the memory; "
-        "exports and other commands use the base as it is; null: off",
+        description="Store the matrices of the frozen blocks in 8 bits (fp8, int8) or 4 bits (nf4 as in QLoRA, int4) "
+        "during training; exports and other commands use the base as it is; null: off",
     )
 
     @property

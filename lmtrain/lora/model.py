@@ -26,7 +26,7 @@ from lmtrain.models.config import ModelConfig
 from lmtrain.models.interface import LanguageModel, LogitCap
 from lmtrain.models.layers.linear import LORA, RATE
 from lmtrain.models.layers.quantized import QUANTIZED
-from lmtrain.models.params import abstract_params, flatten, shapes_by_path, take_scales, unflatten
+from lmtrain.models.params import abstract_params, flatten, shapes_by_path, take_stored, unflatten
 from lmtrain.models.registry import hf_family
 from lmtrain.sharding.mesh import Layout
 
@@ -127,7 +127,7 @@ class AdaptedModel:
         """Linen's apply of `inner`, with the adapters as a collection of variables."""
         parts = variables["params"]
         flat = flatten(parts[ADAPTERS])
-        base, scales = take_scales(parts[BASE])
+        base, of_stored = take_stored(parts[BASE])
         if full := trained_in_full(flat):
             base = unflatten(flatten(base) | {path: flat.pop(path) for path in full})
         for name in [name for name in flat if name.endswith(f"/{B}")]:
@@ -146,8 +146,8 @@ class AdaptedModel:
                     values = own | {B: site.of_part(number, own[B])}
                     flat |= {f"{path}/{name}": value for name, value in values.items()}
         everything = {**variables, "params": base, LORA: unflatten(flat)}
-        if scales:
-            everything[QUANTIZED] = unflatten(flatten(scales) | flatten(variables.get(QUANTIZED, {})))
+        if of_stored:
+            everything[QUANTIZED] = unflatten(flatten(of_stored) | flatten(variables.get(QUANTIZED, {})))
         return self.inner.apply(everything, *arguments, rngs=rngs or None, **keywords)
 
 

@@ -12,16 +12,18 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from flax.traverse_util import flatten_dict, unflatten_dict
+from jax.sharding import PartitionSpec
 
 from lmtrain.models.attention.names import PLAIN
 from lmtrain.models.gated_delta.config import EXACT
 from lmtrain.models.interface import LanguageModel
+from lmtrain.models.layers.four_bits import ARRAYS, LEVELS, block_size, in_blocks
 from lmtrain.models.layers.quantized import EIGHT_BIT_TYPES, FORMATS, KERNEL, SCALE, Quantized, quantize
 from lmtrain.models.moe.load import BIAS
-from lmtrain.sharding.axes import Axes
+from lmtrain.sharding.axes import Axes, as_names
 
-# Name of the scale of a parameter that is stored in 8 bits, next to it.
-STORED_SCALE = "kernel_scale"
+# Beginning of the names of arrays that a matrix stored in 8 or 4 bits has in place of itself, or next to it.
+_STORED = f"{KERNEL}_"
 
 # Beginnings of the names of modules whose parameters are not rounded for a computation in 16 bits.
 _NOT_ROUNDED = ("norm_", "router")
@@ -79,7 +81,7 @@ def with_dtype(abstract: Any, dtype: str) -> Any:
 
 def cast(params: Any, dtype: str) -> Any:
     """Every leaf in `dtype`, except biases that balance the load of experts, since their updates are small, decays of
-    Gated DeltaNet, and parameters that are stored in 8 bits."""
+    Gated DeltaNet, and parameters that are stored in few bits."""
     return _map_changeable(lambda _, leaf: leaf.astype(dtype), params)
 
 
@@ -97,7 +99,7 @@ def cast_to_compute(params: Any, dtype: str) -> Any:
 def _map_changeable(function: Callable[[Sequence[str], Any], Any], params: Any) -> Any:
     def change(path: Any, leaf: Any) -> Any:
         names = [str(getattr(entry, "key", "")) for entry in path]
-        is_kept = names[-1] in (BIAS, STORED_SCALE, *EXACT) or leaf.dtype in EIGHT_BIT_TYPES
+        is_kept = names[-1] in (BIAS, *EXACT) or names[-1].startswith(_STORED) or leaf.dtype in EIGHT_BIT_TYPES
         return leaf if is_kept else function(names, leaf)
 
     return jax.tree_util.tree_map_with_path(change, params)
@@ -184,31 +186,71 @@ def copies(params: Any, products: str, experts: bool = True) -> Any:
     for layer in _layers(flat, experts):
         kernel = flat[f"{layer}/{KERNEL}"]
         if kernel.dtype in EIGHT_BIT_TYPES:
-            part = Quantized(kernel, flat[f"{layer}/{STORED_SCALE}"])
+            part = Quantized(kernel, flat[f"{layer}/{_STORED}{SCALE}"])
         else:
             part = by_layer(kernel, products)
         found |= {f"{layer}/{KERNEL}": part.values, f"{layer}/{SCALE}": part.scale}
     return unflatten(found)
 
 
-def stored(params: Any, storage: str | None, convert: Callable[[jax.Array, str], Quantized] | None = None) -> Any:
-    """Frozen parameters with the blocks' matrices in the 8-bit format `storage`, each with its scale next to it. Those
-    of experts stay as they are. `convert` converts a stack of matrices [layers, ...]."""
+def in_storage(kernel: jax.Array, storage: str, outputs: int) -> dict[str, jax.Array]:
+    """A stack of matrices [layers, *inputs, *outputs] in a format, by the names of its arrays; `outputs` is the number
+    of these dimensions."""
+    if storage in LEVELS:
+        blocks = jax.lax.map(lambda matrix: in_blocks(matrix, outputs, storage), kernel)
+        return {f"{_STORED}{storage}": blocks.codes, **{f"{_STORED}{name}": getattr(blocks, name) for name in ARRAYS}}
+    part = by_layer(kernel, storage)
+    return {KERNEL: part.values, f"{_STORED}{SCALE}": part.scale}
+
+
+Convert = Callable[[str, jax.Array, Callable[[jax.Array], dict[str, jax.Array]]], dict[str, jax.Array]]
+
+
+def stored(params: Any, storage: str | None, axes: Any, convert: Convert = lambda _, kernel, to: to(kernel)) -> Any:
+    """Frozen parameters with the blocks' matrices in the format `storage`, of 8 or 4 bits. Those of experts stay as
+    they are, in 4 bits those with an odd number of inputs, too.
+
+    `axes` are those of `parameter_axes`. `convert(path of a layer, stack of matrices, function)` applies the function.
+    """
     if storage is None:
         return params
-    flat = dict(flatten(params))
+    flat, names = dict(flatten(params)), flatten(axes)
     for layer in _layers(flat, experts=False):
-        part = (convert or by_layer)(flat.pop(f"{layer}/{KERNEL}"), storage)
-        flat |= {f"{layer}/{KERNEL}": part.values, f"{layer}/{STORED_SCALE}": part.scale}
+        path, shape = f"{layer}/{KERNEL}", flat[f"{layer}/{KERNEL}"].shape
+        outputs = names[path].outputs
+        if storage in LEVELS and not block_size(math.prod(shape[1 : len(shape) - outputs])):
+            continue
+        to = functools.partial(in_storage, storage=storage, outputs=outputs)
+        flat |= {f"{layer}/{name}": array for name, array in convert(layer, flat.pop(path), to).items()}
     return unflatten(flat)
 
 
-def take_scales(params: Any) -> tuple[Any, Any]:
-    """Parameters without the scales of those that are stored in 8 bits, and the collection `QUANTIZED` of these."""
+def storage_spec(shape: Sequence[int], spec: Sequence[Any], axes: Axes, sizes: Mapping[str, int]) -> PartitionSpec:
+    """How an array of a stored matrix is split, whose own dimensions would be split as in `spec`. `sizes` are those of
+    the mesh's axes.
+
+    Blocks and outputs are split like inputs and outputs, if they divide.
+    """
+    outputs = axes.outputs
+    spec = [*spec, *[None] * (len(axes) - len(spec))]
+    if len(shape) < 2 + outputs:
+        return PartitionSpec()
+    split = [*spec[:2], *[None] * (len(shape) - 2 - outputs), *spec[len(spec) - outputs :]]
+    parts = [math.prod(sizes[name] for name in as_names(entry)) for entry in split]
+    return PartitionSpec(
+        *(None if size % part else entry for size, part, entry in zip(shape, parts, split, strict=True))
+    )
+
+
+def take_stored(params: Any) -> tuple[Any, Any]:
+    """Parameters without the arrays of those that are stored in few bits, and the collection `QUANTIZED` of these."""
     flat = dict(flatten(params))
-    names = [path for path in flat if path.endswith(f"/{STORED_SCALE}")]
-    scales = {path.removesuffix(STORED_SCALE) + SCALE: flat.pop(path) for path in names}
-    return unflatten(flat), unflatten(scales)
+    found = {}
+    for path in list(flat):
+        layer, _, name = path.rpartition("/")
+        if name.startswith(_STORED):
+            found[f"{layer}/{name.removeprefix(_STORED)}"] = flat.pop(path)
+    return unflatten(flat), unflatten(found)
 
 
 def has_copy(path: Sequence[str], experts: bool = True) -> bool:

@@ -188,7 +188,7 @@ class RunConfig(HuggingFaceConfig):
         products = self.trainer.precision.products
         if self.base_quantization is not None and products not in (None, self.base_quantization):
             raise field_error(
-                "lora.base_quantization", f"is {self.base_quantization}, but q is {products}; use the same"
+                "lora.base_quantization", f"is {self.base_quantization}, but q is {products}; use the same, or remove q"
             )
         if self.model.balance_rate:
             raise field_error("model.moe.bias_update_rate", "is frozen with lora, as routers are; set it to 0.0")

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from lmtrain.runtime.errors import UserError, nearest_divisors
 from lmtrain.sharding.axes import ACTIVATION_AXES, as_names, check_axes
-from lmtrain.sharding.local import num_parts, split_over
+from lmtrain.sharding.local import dividing, num_parts, split_over
 from lmtrain.sharding.mesh import Layout
 
 
@@ -49,6 +49,17 @@ def gather_rows(table_VD: jax.Array) -> jax.Array:
         at_rest = PartitionSpec(split_over("vocab"), split_over("embed"))
         table_VD = jax.lax.with_sharding_constraint(table_VD, at_rest)
     return constrain(table_VD, "act_vocab", None)
+
+
+def gather_stored(array: jax.Array, axes: Sequence[str | None]) -> jax.Array:
+    """Gather an array of a frozen parameter over the devices that split the batch, in the bits in which it is stored:
+    the compiler would gather its numbers. `axes` are the logical names of its dimensions."""
+    if jax.sharding.get_abstract_mesh().empty:
+        return array
+    of_batch = {*split_over("act_batch"), *split_over("act_seq")}
+    split = [dividing(axis, size) if axis else () for axis, size in zip(axes, array.shape, strict=True)]
+    spec = PartitionSpec(*(tuple(name for name in names if name not in of_batch) for names in split))
+    return jax.lax.with_sharding_constraint(array, spec)
 
 
 def stream_axes(length: int) -> tuple[str, ...]:

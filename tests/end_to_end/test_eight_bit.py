@@ -1,4 +1,4 @@
-"""Runs with products in 8 bits: bitwise resume, back to 16 bits in the middle, a frozen base in 8 bits, mistakes."""
+"""Runs with products in 8 bits: bitwise resume, back to 16 bits in the middle, a frozen base in 4 bits, mistakes."""
 
 import json
 
@@ -46,11 +46,11 @@ def test_a_run_can_go_back_to_16_bits_with_the_same_types_of_parameters_and_mome
     run_in_process(["export-hf", "whole.yaml", "--output", "exported", "--verify"], folder, 0)
 
 
-def test_lora_on_a_base_in_8_bits_trains_and_exports_on_the_base_as_it_is(folder):
-    settings = settings_of("adapters")
+def test_lora_on_a_base_in_4_bits_trains_and_exports_on_the_base_as_it_is(folder):
+    settings = settings_of("adapters", mp="p=f32,c=bfloat16")
     settings["model"] = {"type": "llama", "seq_len": 32}
     settings |= {"initialize_from_hf": "base", "use_hf_model_config": True}
-    settings["lora"] = {"r": 4, "base_quantization": "fp8"}
+    settings["lora"] = {"r": 4, "base_quantization": "nf4"}
     write(folder, "adapters", settings)
     run_in_process(["train", "adapters.yaml"], folder, 0)
     losses = logged(folder, "eval/loss", "adapters")

@@ -36,6 +36,22 @@ def test_the_base_is_stored_in_its_own_dtype_and_has_no_moments():
     assert advised == [False, True]
 
 
+def test_a_base_in_4_bits_takes_a_quarter_of_the_memory():
+    whole, program = (
+        plan(lora={"r": 2, "base_dtype": "bfloat16"} | more, model=MODEL | {"hidden_dim": 256, "intermediate_dim": 512})
+        for more in ({}, {"base_quantization": "nf4"})
+    )
+    found = flatten(program.abstract.frozen[BASE])
+    assert "blocks/mlp/up/kernel" not in found
+    assert (found["blocks/mlp/up/kernel_nf4"].shape, found["blocks/mlp/up/kernel_nf4"].dtype) == (
+        (2, 4, 32, 512),
+        "uint8",
+    )
+    matrices = sum(leaf.size for path, leaf in flatten(whole.abstract.frozen[BASE]).items() if "kernel" in path)
+    saved = whole.state_bytes["base"] - program.state_bytes["base"]
+    assert saved / (2 * matrices) == pytest.approx(1 - 0.5159 / 2, abs=2e-3)
+
+
 @pytest.mark.parametrize("products", ["", pytest.param(",q=fp8", marks=pytest.mark.long)])
 def test_a_base_in_8_bits_takes_half_of_the_memory_and_only_its_adapters_are_trained(products):
     mp = f"p=f32,c=bfloat16{products}"

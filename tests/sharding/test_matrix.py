@@ -54,7 +54,7 @@ def losses_on(folder, meshes, common, *others, rtol=1e-5):
 def meshes(tmp_path_factory):
     cases = [{"name": name, "steps": 8, "trainer": trainer, "inspect": True} for name, trainer in MESHES.items()]
     lora = {"steps": 6, "optimizer": {"learning_rate": 3e-2}}
-    lora["lora"] = {**ADAPTERS, "dropout": 0.3, "base_dtype": "bfloat16"}
+    lora["lora"] = {**ADAPTERS, "dropout": 0.3, "base_dtype": "bfloat16", "base_quantization": "nf4"}
     cases += [{**ONE, **lora, "name": "lora, one"}, {**lora, "name": "lora", "trainer": BOTH}]
     return train(tmp_path_factory.mktemp("meshes"), [{**ONE, "steps": 8}, *cases])
 
@@ -174,7 +174,7 @@ def test_smoothed_and_weighted_losses_do_not_depend_on_the_mesh(tmp_path):
     assert abs(one[0] - losses["plain"][0]) > 1e-3
 
 
-def test_lora_with_dropout_on_a_base_in_bfloat16_does_not_depend_on_the_mesh(meshes):
+def test_lora_with_dropout_on_a_base_in_4_bits_does_not_depend_on_the_mesh(meshes):
     one = meshes["lora, one"]["losses"]
     assert one[-1] < 0.99 * one[0]
     np.testing.assert_allclose(meshes["lora"]["losses"], one, rtol=1e-5)
@@ -193,6 +193,8 @@ def test_lora_with_dropout_on_a_base_in_bfloat16_does_not_depend_on_the_mesh(mes
 )
 def test_lora_does_not_depend_on_the_mesh_and_accumulation(tmp_path, family, meshes):
     lora = {"steps": 6, "optimizer": {"learning_rate": 3e-2}, "lora": ADAPTERS, "model": {"type": family}}
+    if family in ("llama", "mpt"):
+        lora["lora"] = ADAPTERS | {"base_quantization": {"llama": "int8", "mpt": "int4"}[family]}
     dropout = {**ONE, **lora, "lora": {**ADAPTERS, "dropout": 0.3}, "name": "dropout"}
     losses = losses_on(tmp_path, meshes, lora, *([dropout] if family == "gpt2" else []))
     one = losses["one"]

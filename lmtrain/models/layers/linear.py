@@ -16,11 +16,12 @@ from flax import struct
 from jax.nn.initializers import Initializer
 from jax.sharding import PartitionSpec
 
-from lmtrain.models.layers.quantized import KERNEL, QUANTIZED, SCALE, Quantized, dequantize, product, stored_product
+from lmtrain.models.layers.four_bits import ARRAYS, LEVELS, Blocks
+from lmtrain.models.layers.quantized import KERNEL, QUANTIZED, SCALE, Quantized, product, stored_product
 from lmtrain.models.layers.remat import unfused_gradient
 from lmtrain.sharding.axes import PARAMETER_AXES, check_axes
 from lmtrain.sharding.local import is_cpu_alone, num_parts, per_device, scatter_sum, split_over, sum_over
-from lmtrain.sharding.placement import gather_rows, stream_axes
+from lmtrain.sharding.placement import gather_rows, gather_stored, stream_axes
 
 # Lookup of rows of an embedding table, with a gradient that is summed in float32 for any dtype of the table.
 #
@@ -247,7 +248,10 @@ class Linear(nn.Module):
     def setup(self) -> None:
         dims = self.inputs + self.outputs
         declared = declare(self.kernel_init, dims, len(self.outputs))
-        self.kernel = self.param("kernel", declared, sizes(dims), jnp.float32)
+        # a frozen kernel in 4 bits is not there
+        self.four_bits = next((kind for kind in LEVELS if self.has_variable(QUANTIZED, kind)), None)
+        if self.four_bits is None:
+            self.kernel = self.param("kernel", declared, sizes(dims), jnp.float32)
         if self.use_bias:
             zeros = declare(nn.initializers.zeros, self.outputs)
             self.bias = self.param("bias", zeros, sizes(self.outputs), jnp.float32)
@@ -262,7 +266,7 @@ class Linear(nn.Module):
         leading = x.shape[: x.ndim - rank]
         if not split_over("act_stream"):
             x = x.reshape(math.prod(leading), *sizes(self.inputs))
-        quantized = self._in_8_bits()
+        quantized = self._quantized()
         # for the CPU XLA would transpose kernels of more than two dimensions in memory
         if quantized is None and ((self.is_flat and not split_over("heads")) or is_cpu_alone()):
             # the gradient is stored as one matrix: as several, the compiler would transpose the rows of the whole batch
@@ -272,7 +276,7 @@ class Linear(nn.Module):
         elif quantized is None:
             contracted = tuple(range(x.ndim - rank, x.ndim)), tuple(range(rank))
             y = jax.lax.dot_general(x, self.kernel, (contracted, ((), ())))
-        elif self.has_variable(QUANTIZED, KERNEL):
+        elif isinstance(quantized, Quantized) and self.has_variable(QUANTIZED, KERNEL):
             y = product(x, self.kernel, quantized, rank)
         else:
             y = stored_product(x, quantized, rank)
@@ -282,21 +286,33 @@ class Linear(nn.Module):
 
     def matrix(self) -> jax.Array:
         """W [*inputs, *outputs] with what the adapter adds to it, for what multiplies by W in other ways."""
-        quantized = self._in_8_bits()
-        matrix = self.kernel if quantized is None else dequantize(quantized, jnp.float32)
+        quantized = self._quantized()
+        matrix = self.kernel if quantized is None else quantized.numbers(jnp.float32)
         if self.has_variable(LORA, "lora_a"):
             a: jax.Array = self.get_variable(LORA, "lora_a")
             b: jax.Array = self.get_variable(LORA, "lora_b")
             matrix = matrix + (a.T @ b.T).reshape(matrix.shape).astype(matrix.dtype)
         return matrix
 
-    def _in_8_bits(self) -> Quantized | None:
-        """The 8-bit copy of the kernel, or the kernel itself if it is stored so; None: it has 16 or 32 bits."""
+    def _quantized(self) -> Quantized | Blocks | None:
+        """The 8-bit copy of the kernel, or the kernel itself if it is stored in few bits; None: it has 16 or 32."""
+        if self.four_bits is not None:
+            first, outputs = self.inputs[0][0], [axis for axis, _ in self.outputs]
+            arrays: dict[str, Any] = {name: self.get_variable(QUANTIZED, name) for name in ARRAYS}
+            return Blocks(
+                codes=gather_stored(self.get_variable(QUANTIZED, self.four_bits), [first, None, *outputs]),
+                scale=gather_stored(arrays["scale"], [first, *outputs]),
+                nested=arrays["nested"],
+                offset=arrays["offset"],
+                kind=self.four_bits,
+                shape=sizes(self.inputs + self.outputs),
+            )
         if not self.has_variable(QUANTIZED, SCALE):
             return None
-        has_copy = self.has_variable(QUANTIZED, KERNEL)
-        values = self.get_variable(QUANTIZED, KERNEL) if has_copy else self.kernel
-        return Quantized(values, self.get_variable(QUANTIZED, SCALE))
+        scale: jax.Array = self.get_variable(QUANTIZED, SCALE)
+        if self.has_variable(QUANTIZED, KERNEL):
+            return Quantized(self.get_variable(QUANTIZED, KERNEL), scale)
+        return Quantized(gather_stored(self.kernel, [axis for axis, _ in self.inputs + self.outputs]), scale)
 
     def _adapted(self, x: jax.Array) -> jax.Array:
         """The output of the layer's adapter (Hu et al. 2021, LoRA), [..., out]: x A^T B^T, with dropout on x."""

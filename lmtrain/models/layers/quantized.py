@@ -21,11 +21,13 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from lmtrain.models.layers.four_bits import Blocks
 from lmtrain.models.layers.remat import SAVED_PRODUCT
 from lmtrain.sharding.local import num_parts, split_over
 
 # The variable collection of 8-bit copies, next to `params`: `kernel` and `scale` of each layer. With `scale` alone, the
-# layer's parameter itself is stored in 8 bits, and its products are not.
+# layer's parameter itself is stored in 8 bits, and its products are not; in 4 bits, it has the arrays of `Blocks` in
+# place of the parameter.
 QUANTIZED = "quantized"
 KERNEL, SCALE = "kernel", "scale"
 
@@ -55,6 +57,10 @@ class Quantized(NamedTuple):
     values: Any
     scale: Any
 
+    def numbers(self, dtype: Any) -> jax.Array:
+        """The numbers in `dtype`."""
+        return times(self.values.astype(jnp.float32), self.scale, dtype)
+
 
 def quantize(x: jax.Array, kind: Any, axes: tuple[int, ...]) -> Quantized:
     """`x` in the 8-bit type `kind`, with one scale for all positions along `axes`."""
@@ -70,11 +76,6 @@ def quantize(x: jax.Array, kind: Any, axes: tuple[int, ...]) -> Quantized:
         return Quantized(jnp.round(x.astype(jnp.float32) * (1 / scale)).astype(kind), scale)
     x = x.astype(jnp.float32) if x.dtype == jnp.float16 else x  # whose range is smaller than that of 1 / scale
     return Quantized((x * (1 / scale).astype(x.dtype)).astype(kind), scale)
-
-
-def dequantize(quantized: Quantized, dtype: Any) -> jax.Array:
-    """The numbers in `dtype`."""
-    return times(quantized.values.astype(jnp.float32), quantized.scale, dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -127,17 +128,18 @@ def gradient_type(kind: Any) -> Any:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def stored_product(x: jax.Array, kernel: Quantized, inputs: int) -> jax.Array:
-    """x [..., *inputs] times a frozen kernel that is stored in 8 bits, in the type of x -> [..., *outputs]. Its numbers
-    are computed again for the gradient: kept, they would take more memory than 8 bits save."""
+def stored_product(x: jax.Array, kernel: Quantized | Blocks, inputs: int) -> jax.Array:
+    """x [..., *inputs] times a frozen kernel that is stored in 8 or 4 bits, in the type of x -> [..., *outputs]. Its
+    numbers are computed again for the gradient: kept, they would take more memory than storage saves."""
     dims = tuple(range(x.ndim - inputs, x.ndim)), tuple(range(inputs))
-    return jax.lax.dot_general(x, dequantize(kernel, x.dtype), (dims, ((), ())))
+    return jax.lax.dot_general(x, kernel.numbers(x.dtype), (dims, ((), ())))
 
 
-def _stored_backward(inputs: int, kernel: Quantized, d_y: jax.Array) -> tuple[jax.Array, None]:
-    outputs = kernel.values.ndim - inputs
-    dims = tuple(range(d_y.ndim - outputs, d_y.ndim)), tuple(range(inputs, kernel.values.ndim))
-    return jax.lax.dot_general(d_y, dequantize(kernel, d_y.dtype), (dims, ((), ()))), None
+def _stored_backward(inputs: int, kernel: Quantized | Blocks, d_y: jax.Array) -> tuple[jax.Array, None]:
+    matrix = kernel.numbers(d_y.dtype)
+    outputs = matrix.ndim - inputs
+    dims = tuple(range(d_y.ndim - outputs, d_y.ndim)), tuple(range(inputs, matrix.ndim))
+    return jax.lax.dot_general(d_y, matrix, (dims, ((), ()))), None
 
 
 stored_product.defvjp(lambda x, kernel, inputs: (stored_product(x, kernel, inputs), kernel), _stored_backward)

@@ -98,12 +98,14 @@ def layout_table(model: LanguageModel, layout: Layout, abstract: Any) -> list[st
     )
     rules = dict(layout.parameter_rules)
     rows = []
-    for path, box in boxes:
+    for place, box in boxes:
         named = list(zip(box.names, box.value.shape, strict=True))
         dims = [f"{name} {size:,}{_over(rules.get(name), layout)}" if name else f"{size:,}" for name, size in named]
         parts = math.prod(layout.mesh.shape[axis] for name in box.names for axis in as_names(rules.get(name)))
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
-        size = math.prod(box.value.shape) * as_stored[name].dtype.itemsize // parts
+        name = jax.tree_util.keystr(place, simple=True, separator="/")
+        # a matrix in few bits has several arrays
+        arrays = [leaf for path, leaf in as_stored.items() if path == name or path.startswith(f"{name}_")]
+        size = sum(leaf.size * leaf.dtype.itemsize for leaf in arrays) // parts
         rows.append(
             _ParameterRow(
                 parameter=name,

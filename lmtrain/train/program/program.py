@@ -16,9 +16,8 @@ from lmtrain.models.attention.kernel import Choice, choose_attention, log_attent
 from lmtrain.models.gated_delta.config import GatedDeltaMixer
 from lmtrain.models.gated_delta.devices import choose_delta
 from lmtrain.models.interface import LanguageModel
-from lmtrain.models.layers.quantized import Quantized
 from lmtrain.models.moe.grouped import choose_grouped, kernel_of
-from lmtrain.models.params import by_layer, parameter_axes, stored
+from lmtrain.models.params import flatten, parameter_axes
 from lmtrain.models.registry import build_model
 from lmtrain.objectives.cross_entropy import build_objective
 from lmtrain.optim.optimizer import build_optimizer
@@ -111,17 +110,17 @@ class Program:
         )
 
     def in_storage(self, base: Any) -> Any:
-        """The frozen base as the state stores it. Matrices that are stored in 8 bits are converted one by one, and
+        """The frozen base as the state stores it. Matrices that are stored in few bits are converted one by one, and
         deleted, so that a device never holds two copies of all."""
+        shardings = flatten(self.shardings.frozen[BASE])
 
-        def convert(kernel: jax.Array, storage: str) -> Quantized:
-            out = Quantized(kernel.sharding, self.layout.replicated)
-            converted: Quantized = jax.jit(partial(by_layer, products=storage), out_shardings=out)(kernel)
-            jax.block_until_ready(converted)
+        def convert(layer: str, kernel: jax.Array, to: Any) -> Any:
+            out = {name: shardings[f"{layer}/{name}"] for name in jax.eval_shape(to, kernel)}
+            converted = jax.block_until_ready(jax.jit(to, out_shardings=out)(kernel))
             kernel.delete()
             return converted
 
-        return stored(base, self.config.base_quantization, convert)
+        return self.frozen[BASE].in_storage(base, convert)
 
     def check_products_pay(self) -> None:
         """Raise `UserError` for products in 8 bits that save hardly any time on this run's devices."""

@@ -9,10 +9,23 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import struct
+from jax.sharding import NamedSharding
 
 from lmtrain.lora.model import ADAPTERS, BASE, trainable
 from lmtrain.models.interface import LanguageModel
-from lmtrain.models.params import abstract_params, cast, flatten, initializer, stored, unflatten, with_dtype
+from lmtrain.models.layers.quantized import KERNEL
+from lmtrain.models.params import (
+    Convert,
+    abstract_params,
+    cast,
+    flatten,
+    initializer,
+    parameter_axes,
+    storage_spec,
+    stored,
+    unflatten,
+    with_dtype,
+)
 from lmtrain.run.trainer import EmaConfig, EmaDecaySqrtConfig
 from lmtrain.sharding.mesh import Layout
 from lmtrain.sharding.placement import bytes_per_device, like_parameters, parameter_shardings
@@ -53,8 +66,8 @@ def new_average(params: Any) -> Any:
 
 
 class Frozen(NamedTuple):
-    """A model of a run that is not trained. Its parameters have `dtype`, and the matrices of its blocks the 8-bit
-    format `storage`, if any."""
+    """A model of a run that is not trained. Its parameters have `dtype`, and the matrices of its blocks the format
+    `storage` of 8 or 4 bits, if any."""
 
     model: LanguageModel
     dtype: str
@@ -64,15 +77,27 @@ class Frozen(NamedTuple):
         """The abstract parameters, and the sharding of each."""
         boxed = abstract_params(self.model)
         abstract = jax.eval_shape(self._as_stored, nn.meta.unbox(boxed))
-        shardings = flatten(parameter_shardings(layout, boxed))
-        return abstract, unflatten({path: shardings.get(path, layout.replicated) for path in flatten(abstract)})
+        shardings, axes = flatten(parameter_shardings(layout, boxed)), flatten(parameter_axes(self.model))
+        placed = {}
+        for path, leaf in flatten(abstract).items():
+            if path in shardings:
+                placed[path] = shardings[path]
+                continue
+            kernel = f"{path.rpartition('/')[0]}/{KERNEL}"
+            spec = storage_spec(leaf.shape, shardings[kernel].spec, axes[kernel], layout.mesh.shape)
+            placed[path] = NamedSharding(layout.mesh, spec)
+        return abstract, unflatten(placed)
 
     def new(self, key: jax.Array) -> Any:
         """New parameters. Compile the call: it computes all values."""
         return self._as_stored(nn.meta.unbox(initializer(self.model)(key)))
 
     def _as_stored(self, params: Any) -> Any:
-        return stored(cast(params, self.dtype), self.storage)
+        return self.in_storage(cast(params, self.dtype))
+
+    def in_storage(self, params: Any, *convert: Convert) -> Any:
+        """Parameters as they are stored; see `stored`."""
+        return stored(params, self.storage, parameter_axes(self.model), *convert)
 
 
 # Name of the frozen teacher of a distillation; that of the base of adapters is `BASE`.

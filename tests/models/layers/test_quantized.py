@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from models import quick
 
-from lmtrain.models.layers.quantized import FORMATS, dequantize, product, quantize, stored_product
+from lmtrain.models.layers.quantized import FORMATS, product, quantize, stored_product
 
 RNG = np.random.default_rng(0)
 TYPES = {kind: kind for types in FORMATS.values() for kind in types}
@@ -37,7 +37,7 @@ def test_numbers_are_rounded_to_the_nearest_and_none_overflows(kind, dtype, larg
     # floats keep a relative error down to their smallest normal number, 2^-14 or more of the largest
     size = np.full_like(exact, largest) if kind == "int8" else np.maximum(np.abs(exact), largest * 2**-13)
     assert (np.abs(rounded - exact) <= 1.01 * ROUNDING[kind] * size).all()
-    np.testing.assert_allclose(dequantize(found, jnp.float32), rounded, rtol=1e-6)
+    np.testing.assert_allclose(found.numbers(jnp.float32), rounded, rtol=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["float8_e4m3fn", "float8_e5m2"])
@@ -56,7 +56,7 @@ def test_float16_numbers_do_not_overflow(kind, size):
     """A frozen base may have them; the inverse of a scale may be larger than they can be."""
     x = jnp.full((8, 8), size, jnp.float16)
     assert np.isfinite(1 / quantize(x, jnp.dtype(kind), (0, 1)).scale).all()
-    np.testing.assert_allclose(dequantize(quantize(x, jnp.dtype(kind), (0, 1)), jnp.float32), x, rtol=0.13)
+    np.testing.assert_allclose(quantize(x, jnp.dtype(kind), (0, 1)).numbers(jnp.float32), x, rtol=0.13)
 
 
 PRIME = 2**18 + 3
@@ -78,7 +78,7 @@ def test_a_stored_kernel_is_not_kept_in_more_bits_for_the_gradient(name):
     x, kernel, d_y = numbers(2, 3, 16), numbers(16, 2, 4), numbers(2, 3, 2, 4)
     stored = quantize(kernel, FORMATS[name].values, (0, 1, 2))
     y, pull = jax.vjp(lambda x: stored_product(x, stored, 1), x)
-    exact = np.asarray(dequantize(stored, jnp.float32))
+    exact = np.asarray(stored.numbers(jnp.float32))
     np.testing.assert_allclose(y, np.tensordot(x, exact, 1), rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(pull(d_y)[0], np.tensordot(d_y, exact, ((2, 3), (1, 2))), rtol=1e-5, atol=1e-5)
     kept = {str(leaf.dtype) for leaf in jax.tree.leaves(pull) if leaf.size == kernel.size}

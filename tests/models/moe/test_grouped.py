@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from lmtrain.models.attention.kernel import missing_tokamax
-from lmtrain.models.layers.quantized import FORMATS, dequantize, quantize
+from lmtrain.models.layers.quantized import FORMATS, quantize
 from lmtrain.models.moe import grouped, triton_kernels
 from lmtrain.models.moe.grouped import choose_grouped, kernel_of
 from lmtrain.models.moe.triton import rows_computed
@@ -99,7 +99,7 @@ def test_products_in_8_bits_are_those_of_the_rounded_numbers(name, products):
         return y, *pull(d_y)
 
     rounded = [
-        np.asarray(dequantize(quantize(jnp.asarray(array), kind, tuple(range(array.ndim))), jnp.float32))
+        np.asarray(quantize(jnp.asarray(array), kind, tuple(range(array.ndim))).numbers(jnp.float32))
         for array in (x, kernel, d_y)
     ]
     for found, expected in zip(run(x, kernel, d_y), both("tiled", *rounded, sizes), strict=True):
