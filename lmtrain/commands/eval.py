@@ -3,6 +3,8 @@
 import argparse
 import json
 from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
@@ -18,10 +20,12 @@ from lmtrain.runtime.errors import UserError
 from lmtrain.runtime.logging import ALONE, log, start_console_log
 from lmtrain.runtime.progress import Progress
 from lmtrain.runtime.signals import STOPPED_BY_SIGNAL, StoppedError, StopRequest
-from lmtrain.weights.trained_model import TrainedModel, from_checkpoint, from_hf
+from lmtrain.weights.trained_model import TrainedModel, from_checkpoint, from_hf, load_initial
 
 if TYPE_CHECKING:
+    from lmtrain.evaluation.interface import Context
     from lmtrain.evaluation.run import Findings
+    from lmtrain.models.interface import LanguageModel
 
 # Tokens of a batch on each device, for a model without a config.
 _TOKENS_AT_ONCE = 16384
@@ -125,6 +129,31 @@ def _with_text(trained: TrainedModel, harness: EvalHarnessConfig | None, stop: S
         build.stop()
 
 
+def _with_reference(
+    trained: TrainedModel, model: "LanguageModel", params: Any, caches: Mapping[str, Cache], context: "Context"
+) -> "Context":
+    """The context of a run that compares answers with a reference: with its log-probabilities in the validation sets.
+    A model that is not of the run has no preferences, since these are relative to what a run starts from."""
+    from lmtrain.evaluation.reference import Reference
+    from lmtrain.lora.model import BASE, AdaptedModel
+
+    if trained.reference is None:
+        log.info(f"{trained.source}: no rewards, which are relative to the model that a run starts from")
+        return replace(context, loss=None)
+    inner, load = model, partial(load_initial, trained.config, model, context.layout)
+    if isinstance(model, AdaptedModel):
+        inner, load = model.inner, lambda: params[BASE]
+    reference = Reference(
+        config=trained.config,
+        model=inner,
+        layout=context.layout,
+        digest=trained.reference,
+        load=load,
+        xla_options=context.xla_options,
+    )
+    return reference.checked().add_to(caches, context)
+
+
 def _evaluate(
     trained: TrainedModel,
     caches: Mapping[str, Cache],
@@ -165,6 +194,7 @@ def _evaluate(
                 batch_size=batch_size,
                 max_batches=trainer.max_eval_batches,
             ),
+            loss=config.objective.build(config.z_loss_weight) if caches else None,
             seq_len=seq_len,
             batch_size=batch_size,
             folder=folder,
@@ -173,6 +203,8 @@ def _evaluate(
             check_stop=StopCheck(ALONE, stop),
             progress=lambda done, total, what: progress.update(done, f"{done:,} of {total:,} {what}", total=total),
         )
+        if caches and config.objective.needs_reference:
+            context = _with_reference(trained, model, params, caches, context)
         if caches:
             always = trainer.model_copy(update={"steps_per_eval": trainer.steps_per_eval or 1})
         else:

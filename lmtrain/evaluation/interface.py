@@ -80,8 +80,8 @@ def _nothing(*_: Any) -> None:
 class Context:
     """What an evaluation may use. Its parameters are placed on `layout`; it computes in `compute_dtype`.
 
-    `seq_len` is the model's context in tokens, `folder` the run's log folder, `loss` the run's main one, None outside
-    of training; with `enforce_bos` documents start with the BOS token. `batch_size` is the number of sequences of
+    `seq_len` is the model's context in tokens, `folder` the run's log folder, `loss` the run's main one, None without
+    text; with `enforce_bos` documents start with the BOS token. `batch_size` is the number of sequences of
     `seq_len` tokens in a batch, on all devices. Call `check_stop()` between batches, equally often in all processes; it
     raises `StoppedError` if the run has to stop. `progress(done, total, what)` may be called equally often.
     """

@@ -99,6 +99,18 @@ class OrpoConfig(_Objective):
     beta: float = identity(0.1, gt=0, description="Weight of the preference, relative to the cross-entropy")
 
 
+class SimpoConfig(_Objective):
+    """Simple preference optimization: raises the mean log-probability per token of chosen answers above that of
+    rejected ones, by a margin. It has no reference."""
+
+    module: ClassVar[str] = "preferences"
+    needs_pairs: ClassVar[bool] = True
+
+    type: Literal["simpo"] = identity("simpo", description="Objective type")
+    beta: float = identity(2.0, gt=0, description="Factor of the mean log-probabilities, whose products are rewards")
+    gamma: float = identity(1.0, ge=0, description="Margin between the rewards of a pair that is aimed at")
+
+
 class DistillConfig(_Objective):
     """Knowledge distillation: the model learns the distribution over all tokens of a frozen teacher with the same
     tokenizer, at every target token: alpha * temperature^2 * KL(teacher || model) + (1 - alpha) * cross-entropy."""
@@ -118,6 +130,7 @@ ObjectiveConfig = Annotated[
     | Annotated[WeightedCrossEntropyConfig, Tag("weighted_cross_entropy")]
     | Annotated[DpoConfig, Tag("dpo")]
     | Annotated[OrpoConfig, Tag("orpo")]
+    | Annotated[SimpoConfig, Tag("simpo")]
     | Annotated[DistillConfig, Tag("distill")],
     by_type("cross_entropy"),
 ]

@@ -1,12 +1,14 @@
-"""Losses of pairs of answers, one of which is preferred: DPO, IPO and ORPO, with TRL's formulas.
+"""Losses of pairs of answers, one of which is preferred: DPO, IPO, ORPO and SimPO, with TRL's formulas.
 
     DPO   -(1 - e) log sigmoid(b m) - e log sigmoid(-b m)   Rafailov et al. 2023; smoothing e: Mitchell 2023 (cDPO)
     IPO   (m' - 1 / (2 b))^2                                Azar et al. 2023
     ORPO  nll - b log sigmoid(log odds ratio)               Hong et al. 2024
+    SimPO -log sigmoid(b m'' - g)                           Meng et al. 2024
 
-b is `beta`. The margin m is log p(chosen) - log p(rejected), less the same by the reference, where log p is the sum
-over the tokens of an answer; m' is that of means per token. ORPO has no reference: its odds are p / (1 - p) with log p
-the mean per token, and nll is the mean over all tokens of the prompt and the chosen answer.
+b is `beta`, g `gamma`. The margin m is log p(chosen) - log p(rejected), less the same by the reference, where log p is
+the sum over the tokens of an answer; m' is that of means per token. ORPO and SimPO have no reference: odds are
+p / (1 - p) with log p the mean per token, nll is the mean over all tokens of the prompt and the chosen answer, and m''
+the margin of means per token.
 
     P pairs in a sequence, at most half of its tokens; 2: chosen, rejected
 """
@@ -21,7 +23,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from lmtrain.models.interface import MAIN, Outputs
-from lmtrain.objectives.config import DpoConfig, OrpoConfig
+from lmtrain.objectives.config import DpoConfig, OrpoConfig, SimpoConfig
 from lmtrain.objectives.cross_entropy import next_token_targets
 from lmtrain.objectives.interface import LossTerms
 from lmtrain.objectives.row_losses import target_log_probs
@@ -78,9 +80,10 @@ _HIGHEST_LOG_PROB = -1e-6
 class Preferences:
     """The mean loss of the pairs of a batch in which both answers have target tokens."""
 
-    loss: Literal["sigmoid", "ipo", "orpo"]
+    loss: Literal["sigmoid", "ipo", "orpo", "simpo"]
     beta: float
     label_smoothing: float = 0.0
+    gamma: float = 0.0
 
     def weights(self, batch: Mapping[str, jax.Array]) -> jax.Array:
         """Which pairs count, bool [B, P]."""
@@ -98,12 +101,14 @@ class Preferences:
         per_answer_BP2 = jnp.maximum(tokens_BP2, 1)
         log_probs_BP2 = _by_answer(jnp.where(batch["loss_mask"], log_probs_BS, 0.0), batch)
         logged = {}
+        if self.loss in ("orpo", "simpo"):
+            gain_BP2 = log_probs_BP2 = log_probs_BP2 / per_answer_BP2
         if self.loss == "orpo":
-            log_probs_BP2 = log_probs_BP2 / per_answer_BP2
             nll = _nll_of_chosen(log_probs_BS, batch)
             losses = nll - self.beta * jax.nn.log_sigmoid(_log_odds_ratio(log_probs_BP2))
-            gain_BP2 = log_probs_BP2
             logged["nll_loss"] = nll
+        elif self.loss == "simpo":
+            losses = -jax.nn.log_sigmoid(self.beta * _margin(log_probs_BP2) - self.gamma)
         else:
             gain_BP2 = log_probs_BP2 - _by_answer(batch["reference"], batch)
             if self.loss == "ipo":
@@ -127,10 +132,12 @@ class Preferences:
         return LossTerms(total(losses), {name: total(jax.lax.stop_gradient(logged[name])) for name in logged})
 
 
-def build(config: DpoConfig | OrpoConfig, z_loss_weight: float) -> Preferences:
+def build(config: DpoConfig | OrpoConfig | SimpoConfig, z_loss_weight: float) -> Preferences:
     """The loss of a config; it has no z-loss."""
     if isinstance(config, OrpoConfig):
         return Preferences("orpo", config.beta)
+    if isinstance(config, SimpoConfig):
+        return Preferences("simpo", config.beta, gamma=config.gamma)
     return Preferences(config.loss, config.beta, config.label_smoothing)
 
 

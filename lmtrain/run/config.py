@@ -136,7 +136,7 @@ class RunConfig(HuggingFaceConfig):
                 "objective.type",
                 f"{kind} compares answers; set data.format: {{type: preference}}"
                 if objective.needs_pairs
-                else f"{kind} cannot compare answers (data.format preference); set dpo or orpo",
+                else f"{kind} cannot compare answers (data.format preference); set dpo, orpo or simpo",
             )
         if objective.is_cross_entropy:
             return

@@ -20,8 +20,8 @@ from lmtrain.hf.find_tokenizer import open_tokenizer
 from lmtrain.hf.tokenizer import Tokenizer
 from lmtrain.run.config import RunConfig
 from lmtrain.run.run import Run, identity
-from lmtrain.runtime.errors import UserError
-from lmtrain.runtime.logging import log
+from lmtrain.runtime.errors import UserError, errors_of
+from lmtrain.runtime.logging import ALONE, Processes, log
 from lmtrain.runtime.storage import join, list_names
 from lmtrain.weights.export_folder import BaseIdentity, ModelOrigin
 from lmtrain.weights.hf_config import config_of, hf_ref, resolve_hf
@@ -103,7 +103,8 @@ class TrainedModel:
     """A trained model: its source, its number of training steps if known, its config and its tokenizer.
 
     `origin` is its run, None if it is from Hugging Face. `chat_template` is that of its training data, if any;
-    `generation` are the settings of generation of its initial model; `card` is for a README.md.
+    `generation` are the settings of generation of its initial model; `card` is for a README.md; `reference` is the
+    fingerprint of the model that its preferences are relative to, if any.
     `get_params(model, layout)` loads the arrays; nothing imports JAX before `load`.
     """
 
@@ -116,6 +117,7 @@ class TrainedModel:
     chat_template: ChatTemplate | None = None
     generation: Mapping[str, Any] = field(default_factory=dict)
     card: ModelCard | None = None
+    reference: str | None = None
 
     def load(self) -> LoadedModel:
         """The model with its parameters, on the devices of this machine."""
@@ -180,6 +182,7 @@ def from_checkpoint(run: Run, path: str | None, average: str | None = None) -> T
         origin=origin,
         chat_template=template,
         generation=generation_of(run),
+        reference=run_info.get("reference"),
         card=ModelCard(
             run=run_info["run_id"],
             config=run_info["config"],
@@ -187,6 +190,21 @@ def from_checkpoint(run: Run, path: str | None, average: str | None = None) -> T
             averaged=() if average is None else tuple(each.step for each in checkpoints),
         ),
     )
+
+
+def load_initial(config: RunConfig, model: "LanguageModel", layout: "Layout", processes: Processes = ALONE) -> Any:
+    """The parameters that a run without adapters started from."""
+    from lmtrain.weights.load_checkpoint import restore_params
+    from lmtrain.weights.load_hf import load_hf_params
+
+    ref, path = hf_ref(config), config.initialize_from_checkpoint_path
+    if ref is not None:
+        return load_hf_params(ref, config.model, model, layout, config.trainer.precision.params)
+    assert path is not None
+    settings = config.trainer.checkpointer
+    with errors_of("initialize_from_checkpoint_path"):
+        checkpoint = choose_checkpoint(path, settings.verify_on_restore, processes, parts=("params",))
+        return restore_params(checkpoint, model, layout, settings.staging_dir, averaged=False)
 
 
 def _averaged(run: Run, path: str | None, average: str) -> list[Checkpoint]:

@@ -125,9 +125,17 @@ def test_dropout_is_a_warning(folder, trained):
 
 
 def test_other_commands_read_the_run(folder, trained):
-    trained("dpo"), trained("lora")
-    loss = json.loads(run(folder, "eval", "dpo.yaml").stdout)["eval/loss"]
-    assert loss == pytest.approx(logged(folder, "eval/loss", "dpo")[8], abs=1e-5)
+    for name in ("dpo", "lora"):
+        trained(name)
+        stored = sorted((folder / "cache").rglob("reference-*.npy"))
+        if name == "dpo":  # then the reference is computed again
+            kept = {path: path.read_bytes() for path in stored}
+            for path in stored:
+                path.unlink()
+        found = json.loads(run(folder, "eval", f"{name}.yaml").stdout)
+        for metric in ("loss", *(f"preferences/{metric}" for metric in METRICS)):
+            assert found[f"eval/{metric}"] == pytest.approx(logged(folder, f"eval/{metric}", name)[8], abs=1e-5), metric
+    assert all(path.read_bytes() == kept[path] for path in kept if path.exists())
     shown = run(folder, "preprocess", "dpo.yaml", "--show", 2).stdout
     assert "pairs.jsonl:1, chosen: " in shown
     assert "pairs.jsonl:2, rejected: " in shown

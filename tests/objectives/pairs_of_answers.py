@@ -45,9 +45,10 @@ def answer_log_probs(apply: Any, params: Any, ids: np.ndarray, prompt: int) -> t
     return every[prompt - 1 :], every
 
 
-def trl_loss(kind: str, beta: float, smoothing: float, apply: Any, params: Any, pairs: Any, reference: Any) -> Any:
-    """The mean over pairs of TRL's loss (`dpo_loss` of its DPO trainer, `odds_ratio_loss` of its ORPO trainer), and its
-    accuracy. `reference` are the summed log-probabilities of all answers."""
+def trl_loss(kind: str, beta: float, other: float, apply: Any, params: Any, pairs: Any, reference: Any) -> Any:
+    """The mean over pairs of TRL's loss (`dpo_loss` of its DPO trainer, `odds_ratio_loss` of its ORPO trainer,
+    `cpo_loss` of its CPO trainer), and its accuracy. `reference` are the summed log-probabilities of all answers;
+    `other` is the label smoothing, of SimPO its gamma."""
     losses, right = [], []
     for number, pair in enumerate(pairs):
         (chosen, with_prompt), (rejected, _) = (answer_log_probs(apply, params, *answer) for answer in pair)
@@ -58,13 +59,16 @@ def trl_loss(kind: str, beta: float, smoothing: float, apply: Any, params: Any, 
             losses.append(-with_prompt.mean() - beta * jax.nn.log_sigmoid(log_odds))
             right.append(c > r)
             continue
+        if kind == "simpo":
+            margin = chosen.mean() - rejected.mean()
+            losses.append(-jax.nn.log_sigmoid(beta * (margin - other / beta)))
+            right.append(margin > 0)
+            continue
         sizes = (len(chosen), len(rejected)) if kind == "ipo" else (1, 1)
         logits = (chosen.sum() - of_reference[0]) / sizes[0] - (rejected.sum() - of_reference[1]) / sizes[1]
         if kind == "ipo":
             losses.append((logits - 1 / (2 * beta)) ** 2)
         else:
-            losses.append(
-                -jax.nn.log_sigmoid(beta * logits) * (1 - smoothing) - jax.nn.log_sigmoid(-beta * logits) * smoothing
-            )
+            losses.append(-jax.nn.log_sigmoid(beta * logits) * (1 - other) - jax.nn.log_sigmoid(-beta * logits) * other)
         right.append(logits > 0)
     return jnp.stack(losses).mean(), jnp.stack(right).mean()

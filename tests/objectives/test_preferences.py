@@ -12,7 +12,7 @@ from lmtrain.models.gpt2.config import Gpt2Config
 from lmtrain.models.interface import MAIN, outputs_of
 from lmtrain.models.llama.config import LlamaConfig
 from lmtrain.models.mpt.config import MptConfig
-from lmtrain.objectives.config import DpoConfig, OrpoConfig
+from lmtrain.objectives.config import DpoConfig, OrpoConfig, SimpoConfig
 
 VOCAB = 11
 MODEL = quick.TwoTokenLM(8, VOCAB)
@@ -26,16 +26,17 @@ OF = {
     "smoothed": DpoConfig(beta=0.3, label_smoothing=0.2),
     "ipo": DpoConfig(beta=0.3, loss="ipo"),
     "orpo": OrpoConfig(beta=0.3),
+    "simpo": SimpoConfig(beta=0.8, gamma=0.3),
 }
 
 
 def expected(name, apply, params, pairs=PAIRS, reference=REFERENCE):
     config = OF[name]
-    kind = getattr(config, "loss", "orpo")
-    smoothing = getattr(config, "label_smoothing", 0.0)
+    kind = getattr(config, "loss", config.type)
+    other = getattr(config, "gamma", getattr(config, "label_smoothing", 0.0))
 
     def loss(params):
-        return trl_loss(kind, config.beta, smoothing, apply, params, pairs, reference)
+        return trl_loss(kind, config.beta, other, apply, params, pairs, reference)
 
     return jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
 

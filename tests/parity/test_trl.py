@@ -20,7 +20,7 @@ from lmtrain.data.config import DataConfig
 from lmtrain.hf.tokenizer import load_tokenizer
 from lmtrain.models.interface import outputs_of
 from lmtrain.models.registry import hf_family
-from lmtrain.objectives.config import DpoConfig, OrpoConfig
+from lmtrain.objectives.config import DpoConfig, OrpoConfig, SimpoConfig
 from lmtrain.preprocess.recipe import chat_template_of
 from lmtrain.preprocess.record_reader import record_reader
 from lmtrain.preprocess.tokenize import tokenize
@@ -30,7 +30,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # of TRL, accelerate and torch
 ]
 
-BETA = 0.4
+BETA, GAMMA = 0.4, 0.3
 WORDS = ["a", "star", "counts", "the", "robot", "café", "\n", "  ", "x=1", "Nobody", ".", "answer", "42"]
 
 
@@ -90,16 +90,17 @@ def test_tokens_and_targets_are_those_of_trl(tmp_path, form):
             assert batch.targets[part].tolist() == is_target, rows[number]
 
 
-@pytest.mark.parametrize("kind", ["sigmoid", "ipo", "orpo"])
+@pytest.mark.parametrize("kind", ["sigmoid", "ipo", "orpo", "simpo"])
 @pytest.mark.parametrize("name", ["gpt2", "llama-grouped", "mpt-6-heads"])
 def test_losses_and_gradients_are_those_of_trl(in_torch, tmp_path, name, kind):
-    """DPO by the trainer's own loss of a batch; ORPO by its odds ratios and log-probabilities, as it adds them."""
+    """DPO by the trainer's own loss of a batch; ORPO and SimPO by the trainers' losses of log-probabilities."""
     variant = make(name)
     ours, reference = variant.params, jax.tree.map(lambda leaf: leaf * 0.9, variant.params)
     pairs = random_pairs(VOCAB, [(3, 4, 2), (2, 3, 5)])
     apply = jax.jit(lambda params, ids: variant.model.apply({"params": params}, ids)[..., :VOCAB])
     of_reference = [float(answer_log_probs(apply, reference, *answer)[0].sum()) for pair in pairs for answer in pair]
-    objective = (OrpoConfig(beta=BETA) if kind == "orpo" else DpoConfig(beta=BETA, loss=kind)).build(0.0)
+    others = {"orpo": OrpoConfig(beta=BETA), "simpo": SimpoConfig(beta=BETA, gamma=GAMMA)}
+    objective = (others.get(kind) or DpoConfig(beta=BETA, loss=kind)).build(0.0)
     batch = packed([pairs], 24, of_reference)
 
     def loss(params):
@@ -108,7 +109,9 @@ def test_losses_and_gradients_are_those_of_trl(in_torch, tmp_path, name, kind):
 
     (found, logged), gradients = jax.jit(jax.value_and_grad(loss, has_aux=True))(ours)
     model = in_torch(variant)
-    total, metrics = (orpo if kind == "orpo" else dpo)(model, padded(pairs), torch.tensor(of_reference), kind)
+    total, metrics = {"orpo": orpo, "simpo": simpo}.get(kind, dpo)(
+        model, padded(pairs), torch.tensor(of_reference), kind
+    )
     total.backward()
     assert float(found) == pytest.approx(total.item(), rel=1e-5)
     for metric, expected in metrics.items():
@@ -167,3 +170,23 @@ def orpo(model, batch, _, kind):
     losses, chosen, rejected, *_ = ORPOTrainer.odds_ratio_loss(trainer, mean[:number], mean[number:])
     metrics = {"rewards/chosen": chosen.mean().item(), "rewards/rejected": rejected.mean().item()}
     return -every[:number].mean() - losses.mean(), metrics | {"nll_loss": -every[:number].mean().item()}
+
+
+def simpo(model, batch, _, kind):
+    """The mean loss over pairs from the functions of TRL's trainer."""
+    from trl.experimental.cpo import CPOTrainer
+
+    number = len(batch["input_ids"]) // 2
+    logits = model(batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+    labels = torch.where(batch["completion_mask"] == 1, batch["input_ids"], -100)
+    mean = CPOTrainer.get_batch_logps(logits, labels, True)
+    trainer = SimpleNamespace(
+        beta=BETA,
+        simpo_gamma=GAMMA,
+        loss_type=kind,
+        label_smoothing=0.0,
+        alpha=0.0,
+        accelerator=SimpleNamespace(device="cpu"),
+    )
+    losses, chosen, rejected = CPOTrainer.cpo_loss(trainer, mean[:number], mean[number:])
+    return losses.mean(), {"rewards/chosen": chosen.mean().item(), "rewards/rejected": rejected.mean().item()}

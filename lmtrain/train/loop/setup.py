@@ -10,8 +10,9 @@ from lmtrain.checkpoint.discovery import Checkpoint
 from lmtrain.data.caches import Caches
 from lmtrain.data.verification import verify_in_background
 from lmtrain.evaluation.interface import Context
+from lmtrain.evaluation.reference import REFERENCE
 from lmtrain.hf.tokenizer import Tokenizer
-from lmtrain.lora.model import BASE
+from lmtrain.lora.model import BASE, fingerprint
 from lmtrain.run.config import RunConfig
 from lmtrain.run.run import Run, run_identity
 from lmtrain.runtime.logging import Processes
@@ -20,7 +21,7 @@ from lmtrain.tracking.goodput import RESTORE, START_UP, Ledger, Timer
 from lmtrain.train.loop.saver import Decisions, Saver
 from lmtrain.train.program.program import Program, build_program
 from lmtrain.train.start.initial_state import begin
-from lmtrain.train.start.reference import REFERENCE, Reference, load_frozen
+from lmtrain.train.start.reference import add_reference, load_frozen, reference_before_state, reference_of
 from lmtrain.train.start.reporting import Reporting, describe_run, log_program, open_reporting
 from lmtrain.train.start.resume import DECISIONS, check_identity
 from lmtrain.train.start.train_batches import TrainBatches, is_pending, open_evaluation
@@ -84,12 +85,13 @@ def set_up(
             exporter.set_base(frozen[BASE].identity)
         run_info = describe_run(config, run.id, tokenizer.identity, caches, program, frozen)
         needed, reference = config.objective.needs_reference, None
-        if needed and (reference := Reference.before_state(program, frozen, saved, processes)):
-            evaluation = reference.add_to(caches, batches, evaluation)
+        if needed and (reference := reference_before_state(program, frozen, saved, processes)):
+            evaluation = add_reference(reference, caches, batches, evaluation)
         state, step = begin(program, own, run_info, hf_ref(config), processes, frozen)
         if needed and reference is None:
-            reference = Reference.of(program, state.params, processes)
-            evaluation = reference.add_to(caches, batches, evaluation)
+            digest = fingerprint(state.params, program.layout)
+            reference = reference_of(program, digest, partial(getattr, state, "params"), processes)
+            evaluation = add_reference(reference, caches, batches, evaluation)
         if reference is not None:
             run_info |= {REFERENCE: reference.digest}
     write_files = partial(_write_files, run, tokenizer, saved)
