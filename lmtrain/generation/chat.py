@@ -1,21 +1,68 @@
-"""A conversation with a model: the KV cache is kept between turns, and tokens come one by one."""
+"""Conversations with a model: messages as tokens, tokens as pieces of text, and a conversation of one user."""
 
-import functools
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import jax
-import numpy as np
-
-from lmtrain.generation.decode import SamplingSettings, choose, step
+from lmtrain.generation.decode import SamplingSettings
+from lmtrain.generation.engine import Engine, Request
 from lmtrain.hf.chat_template import ChatTemplate, TemplateError, end_of_turn
 from lmtrain.hf.tokenizer import Tokenizer
 from lmtrain.models.interface import LanguageModel
 from lmtrain.runtime.errors import UserError
 
-# Tokens that are read at once.
-_CHUNK = 32
+
+class ChatEncoder:
+    """Messages as the tokens that a template makes of them, and `ends`, the tokens that end a reply.
+
+    Raises `UserError` if the template refuses messages.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, system: str | None = None):
+        self.backend = tokenizer.parsing_backend
+        self._tokenizer = tokenizer
+        self._template = template
+        self.first = [] if system is None else [{"role": "system", "content": system}]
+        self.ends = {tokenizer.eos_id, end_of_turn(template, tokenizer, self.first)}
+
+    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """The text that the model continues."""
+        try:
+            return self._template.render(messages, add_generation_prompt=True).text
+        except TemplateError as error:
+            raise UserError(f"the chat template fails: {error}") from None
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a rendered text."""
+        with self._tokenizer.errors():
+            ids: list[int] = self.backend.encode(text, add_special_tokens=False).ids
+        return ids
+
+
+class Pieces:
+    """The text of tokens that come one by one, in pieces: complete characters, up to the first of the texts `stops`."""
+
+    def __init__(self, backend: Any, stops: Sequence[str] = ()):
+        self.text = ""
+        self.is_stopped = False
+        self._backend = backend
+        self._stops = stops
+        self._shown = 0
+
+    def add(self, tokens: Sequence[int], is_last: bool = False) -> str:
+        """What all tokens so far add to the text. The last piece has everything that was held back."""
+        text = self._backend.decode(list(tokens))
+        found = [text.index(stop) for stop in self._stops if stop in text]
+        self.is_stopped = bool(found)
+        if found:
+            text = text[: min(found)]
+        elif not is_last:
+            text = text.rstrip("\ufffd")  # part of a character
+            held = [size for stop in self._stops for size in range(1, len(stop)) if text.endswith(stop[:size])]
+            text = text[: len(text) - max(held, default=0)]
+        if len(text) <= self._shown and not is_last and not found:
+            return ""
+        piece, self.text, self._shown = text[self._shown :], text, len(text)
+        return piece
 
 
 class Chat:
@@ -35,29 +82,15 @@ class Chat:
         seed: int = 0,
         system: str | None = None,
     ):
-        self._params = params
-        self._tokenizer = tokenizer
-        self._template = template
-        self._seq_len = seq_len
+        self._encoder = ChatEncoder(tokenizer, template, system)
+        self._engine = Engine(model, params, seq_len, rows=1)
         self._settings = settings
-        self._key = jax.random.key(seed)
-        self._forgets = model.forgets
-        self._first = [] if system is None else [{"role": "system", "content": system}]
-        self._cache = model.apply({"params": params}, 1, seq_len, method="empty_cache")
-
-        def read(params: Any, cache: Any, tokens_BS: Any, start: Any, last: Any, key: jax.Array) -> Any:
-            apply = functools.partial(model.apply, {"params": params})
-            return step(apply, cache, tokens_BS, start, lambda logits, _: choose(logits[0], key, settings)[None], last)
-
-        self._step = jax.jit(read, donate_argnums=1)
-        self._drawn = 0
-        self._cached: list[int] = []
-        self._messages: list[dict[str, str]] = list(self._first)
-        self._ends = {tokenizer.eos_id, end_of_turn(template, tokenizer, self._first)}
+        self._seed = seed
+        self._messages: list[dict[str, str]] = list(self._encoder.first)
 
     def clear(self) -> None:
         """Forget all messages except the system's."""
-        self._messages = list(self._first)
+        self._messages = list(self._encoder.first)
 
     def say(self, text: str) -> Iterator[str]:
         """The reply to a message, in pieces of text.
@@ -65,53 +98,17 @@ class Chat:
         Raises `UserError` if the conversation does not fit into the model's context, or if the template refuses it.
         """
         asked = [*self._messages, {"role": "user", "content": text}]
-        ids = self._encode(asked)
-        room = self._seq_len - len(ids)
-        if room < 1:
+        ids = self._encoder.encode(self._encoder.render(asked))
+        if len(ids) >= self._engine.seq_len:
             raise UserError(
-                f"the conversation has {len(ids)} tokens, which fill the model's context of {self._seq_len}; start a "
-                "new one with /clear"
+                f"the conversation has {len(ids)} tokens, which fill the model's context of {self._engine.seq_len}; "
+                "start a new one with /clear"
             )
-        backend = self._tokenizer.parsing_backend
-        new: list[int] = []
-        shown = ""
-        for _ in range(min(room, self._settings.max_new_tokens)):
-            token = self._next([*ids, *new])
-            if token in self._ends:
-                break
-            new.append(token)
-            reply = backend.decode(new)
-            if not reply.endswith("\ufffd"):  # part of a character
-                yield reply[len(shown) :]
-                shown = reply
-        reply = backend.decode(new)
-        yield reply[len(shown) :]
-        self._messages = [*asked, {"role": "assistant", "content": reply}]
-
-    def _next(self, ids: Sequence[int]) -> int:
-        """The token after `ids`; those that the cache has already are not read again, except for the last one."""
-        same = (a == b for a, b in zip(ids, self._cached, strict=False))
-        at = min(sum(1 for _ in itertools.takewhile(bool, same)), len(ids) - 1)
-        if self._forgets and at < len(self._cached) - 1:
-            at = 0  # the cache has forgotten what came before
-        key = jax.random.fold_in(self._key, self._drawn)
-        token = None
-        while at < len(ids):
-            # padding is written behind the last token, which there must be room for
-            size = _CHUNK if len(ids) - at > 1 and at + _CHUNK <= self._seq_len else 1
-            part = list(ids[at : at + size])
-            padded = np.array([part + [0] * (size - len(part))], np.int32)
-            token, self._cache = self._step(self._params, self._cache, padded, at, len(part) - 1, key)
-            at += len(part)
-        self._cached, self._drawn = list(ids), self._drawn + 1
-        assert token is not None
-        return int(token[0])
-
-    def _encode(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        try:
-            text = self._template.render(messages, add_generation_prompt=True).text
-        except TemplateError as error:
-            raise UserError(f"the chat template fails: {error}") from None
-        with self._tokenizer.errors():
-            ids: list[int] = self._tokenizer.parsing_backend.encode(text, add_special_tokens=False).ids
-        return ids
+        request = Request(ids=ids, settings=self._settings, seed=self._seed, ends=self._encoder.ends)
+        self._engine.add(request)
+        pieces = Pieces(self._encoder.backend)
+        while self._engine.step():
+            if piece := pieces.add(request.new):
+                yield piece
+        yield pieces.add(request.new, is_last=True)
+        self._messages = [*asked, {"role": "assistant", "content": pieces.text}]

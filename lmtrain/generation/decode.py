@@ -242,19 +242,24 @@ class GreedyDecoder:
         )
 
     def _cache_shardings(self, length: int) -> Any:
-        """Caches split along the batch only; which axis that is depends on the family."""
-        model, params = self._model, nn.meta.unbox(abstract_params(self._model))
+        """Caches split along the batch only."""
+        split = self._layout.rows.spec[0]
+        axes = batch_axes(self._model, nn.meta.unbox(abstract_params(self._model)), length)
+        return jax.tree.map(lambda axis: NamedSharding(self._layout.mesh, PartitionSpec(*[None] * axis, split)), axes)
 
-        def shapes_of(rows: int) -> Any:
-            return jax.eval_shape(
-                lambda params: model.apply({"params": params}, rows, length, method="empty_cache"), params
-            )
 
-        def place(small: Any, large: Any) -> NamedSharding:
-            axis = next(i for i, sizes in enumerate(zip(small.shape, large.shape, strict=True)) if sizes == (1, 2))
-            return NamedSharding(self._layout.mesh, PartitionSpec(*[None] * axis, self._layout.rows.spec[0]))
+def batch_axes(model: LanguageModel, params: Any, length: int) -> Any:
+    """Which axis of each array of a cache is that of rows, which depends on the family."""
 
-        return jax.tree.map(place, shapes_of(1), shapes_of(2))
+    def shapes_of(rows: int) -> Any:
+        return jax.eval_shape(
+            lambda params: model.apply({"params": params}, rows, length, method="empty_cache"), params
+        )
+
+    def axis_of(small: Any, large: Any) -> int:
+        return next(i for i, sizes in enumerate(zip(small.shape, large.shape, strict=True)) if sizes == (1, 2))
+
+    return jax.tree.map(axis_of, shapes_of(1), shapes_of(2))
 
 
 def _most_likely(logits_BV: jax.Array, positions: jax.Array) -> jax.Array:

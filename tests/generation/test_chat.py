@@ -1,12 +1,14 @@
 """A conversation: replies in pieces, of which each continues the conversation so far; what ends a reply."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import pytest
 from chat_tokenizer import write_chat_tokenizer
 from models import quick
 
-from lmtrain.generation.chat import Chat
+from lmtrain.generation.chat import Chat, ChatEncoder, Pieces
 from lmtrain.generation.decode import SamplingSettings, sample
 from lmtrain.hf.chat_template import ChatTemplate, find_template
 from lmtrain.hf.tokenizer import load_tokenizer
@@ -38,7 +40,7 @@ def start(request, tmp_path_factory):
         new = sample(model, params, jnp.array(ids, jnp.int32), jax.random.key(0), settings, eos_id=tokenizer.eos_id)
         return tokenizer.parsing_backend.decode(new)
 
-    make.template, make.alone = find_template(folder, None, "test"), alone
+    make.template, make.alone, make.tokenizer = find_template(folder, None, "test"), alone, tokenizer
     return make
 
 
@@ -64,8 +66,24 @@ def test_a_message_that_fills_the_context_is_refused_and_forgotten_and_a_failing
 
 
 def test_the_token_that_the_template_writes_after_a_reply_ends_it(start):
-    backend = start()._tokenizer.parsing_backend
-    assert backend.token_to_id("<|im_end|>") in start()._ends
-    assert start()._tokenizer.eos_id in start()._ends
+    ends = ChatEncoder(start.tokenizer, start.template).ends
+    assert ends == {start.tokenizer.eos_id, start.tokenizer.parsing_backend.token_to_id("<|im_end|>")}
     plain = ChatTemplate("{% for message in messages %}{{ message.content }} {% endfor %}")
-    assert start(plain)._ends - {None} == {start()._tokenizer.eos_id}
+    assert ChatEncoder(start.tokenizer, plain).ends - {None} == {start.tokenizer.eos_id}
+
+
+@pytest.mark.parametrize("stops", [(), ("END",), ("xyz", "é!")])
+@pytest.mark.parametrize("text", ["caf\u00e9! \U0001f600 END of it", "no stop, \u2603", "EN", "ENEND", "a\ufffd"])
+def test_pieces_are_the_text_up_to_the_first_stop(text, stops):
+    """Tokens are bytes, so that characters come in parts."""
+    backend = SimpleNamespace(decode=lambda ids: bytes(ids).decode(errors="replace"))
+    ids, pieces, found = list(text.encode()), Pieces(backend, stops), []
+    for number in range(1, len(ids) + 1):
+        found.append(pieces.add(ids[:number]))
+        if pieces.is_stopped:
+            break
+    found.append(pieces.add(ids[:number], is_last=True))
+    ends = [text.index(stop) for stop in stops if stop in text]
+    assert "".join(found) == pieces.text == text[: min(ends, default=len(text))]
+    assert pieces.is_stopped == bool(ends)
+    assert not any(piece.endswith("\ufffd") for piece in found[:-1])
