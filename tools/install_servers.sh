@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# Download Slurm, munge and an SSH server, which the long tests start, as Debian packages into .servers/. Nothing is
-# installed in the system: the packages are unpacked, no service starts, and deleting .servers/ removes everything.
+# Download Slurm, munge, an SSH server and Chromium, which the long tests start, as Debian packages into .servers/.
+# Nothing is installed in the system: the packages are unpacked, no service starts, and deleting .servers/ removes
+# everything.
 #
 # Exit code 2 if this system cannot run them: they need Debian or Ubuntu, and root for a mount namespace of their own.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-servers=(slurmctld slurmd slurm-client munge openssh-server openssh-client)
+servers=(slurmctld slurmd slurm-client munge openssh-server openssh-client chromium)
 stamp=.servers/.installed
 wanted=$(cksum < tools/install_servers.sh)
 [ "$(cat "$stamp" 2> /dev/null)" != "$wanted" ] || exit 0

@@ -4,7 +4,8 @@
 #     bash tools/test_long.sh           those of CI
 #     bash tools/test_long.sh --all     also those marked `release`, of which CI has shorter forms
 #
-# Real servers of Slurm and SSH are downloaded (tools/install_servers.sh); LMTRAIN_SYSTEM_TESTS=0 leaves them out.
+# Real servers of Slurm and SSH, and a browser, are downloaded (tools/install_servers.sh); LMTRAIN_SYSTEM_TESTS=0 leaves
+# them out.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 marker="long and not release"
@@ -15,7 +16,8 @@ fi
 leave_out=()
 if [ "${LMTRAIN_SYSTEM_TESTS:-1}" = 0 ]; then
     leave_out=(--ignore=tests/slurm --ignore=tests/deploy/test_tpu_workers.py --ignore=tests/deploy/test_tpu_training.py)
-    echo "test_long: LMTRAIN_SYSTEM_TESTS=0: no tests of Slurm and of workers behind an SSH server" >&2
+    leave_out+=(--ignore=tests/generation/test_page.py)
+    echo "test_long: LMTRAIN_SYSTEM_TESTS=0: no tests of Slurm, of workers behind an SSH server and of the chat page" >&2
 else
     bash tools/install_servers.sh
 fi

@@ -134,8 +134,8 @@ def _with_reference(
 ) -> "Context":
     """The context of a run that compares answers with a reference: with its log-probabilities in the validation sets.
     A model that is not of the run has no preferences, since these are relative to what a run starts from."""
-    from lmtrain.evaluation.reference import Reference
     from lmtrain.lora.model import BASE, AdaptedModel
+    from lmtrain.weights.reference import Reference
 
     if trained.reference is None:
         log.info(f"{trained.source}: no rewards, which are relative to the model that a run starts from")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from lmtrain.commands.arguments import Parser, add_model_flags, at_least, check_model_flags, parse_run
-from lmtrain.hf.chat_template import find_template
+from lmtrain.hf.chat_template import ChatTemplate, find_template
 from lmtrain.hf.tokenizer import encode_prompt
 from lmtrain.preprocess.documents import read_texts
 from lmtrain.run.run import require_secrets
@@ -51,6 +51,18 @@ def run(argv: list[str]) -> int:
         "--chat", action="store_true", help="talk to the model: each line is a message; /clear starts again, /exit ends"
     )
     parser.add_argument(
+        "--web",
+        action="store_true",
+        help="--chat in the browser, and for clients of OpenAI's API, at 127.0.0.1; Ctrl-C ends it",
+    )
+    parser.add_argument("--port", type=at_least(0), metavar="N", help="port of --web (default: 8080; 0: any free one)")
+    parser.add_argument(
+        "--parallel",
+        type=at_least(1),
+        metavar="N",
+        help="replies of --web that are written at once, each with a KV cache (default: 4)",
+    )
+    parser.add_argument(
         "--speculative",
         action="store_true",
         help="the text of --temperature 0 in fewer passes, by the guesses of model.mtp",
@@ -78,6 +90,14 @@ def run(argv: list[str]) -> int:
         raise UserError("--speculative: continues one --prompt; remove --chat, --prompts and --samples")
     if arguments.speculative and arguments.temperature != 0:
         raise UserError(f"--speculative: the text is that of --temperature 0, not of {arguments.temperature:g}; set it")
+    if arguments.web and (not arguments.chat or arguments.prompt is not None):
+        raise UserError(
+            "--web: "
+            + ("write the first message in the browser; remove --prompt" if arguments.chat else "requires --chat")
+        )
+    for flag in ("port", "parallel"):
+        if getattr(arguments, flag) is not None and not arguments.web:
+            raise UserError(f"--{flag}: requires --web")
     prompts = _read_prompts(arguments.prompts) if arguments.prompts is not None else []
     if not arguments.chat and (arguments.system is not None or arguments.chat_template is not None):
         raise UserError(f"--{'system' if arguments.system is not None else 'chat_template'}: requires --chat")
@@ -193,7 +213,8 @@ def starts_with_bos(trained: TrainedModel) -> bool:
 
 
 def _chat(arguments: argparse.Namespace, trained: TrainedModel) -> None:
-    """Print a reply to each message. Raises `UserError` if the tokenizer has no chat template."""
+    """Print a reply to each message, or serve replies with --web. Raises `UserError` if the tokenizer has no chat
+    template."""
     tokenizer = trained.tokenizer
     if tokenizer.library is None:
         raise UserError(f"--chat: conversations are texts, but the tokenizer is {tokenizer.path}")
@@ -201,6 +222,9 @@ def _chat(arguments: argparse.Namespace, trained: TrainedModel) -> None:
     if template is None or arguments.chat_template is not None:
         template = find_template(tokenizer.path, arguments.chat_template, "--chat_template")
     template.check()
+    if arguments.web:
+        _serve(arguments, trained, template)
+        return
 
     from lmtrain.generation.chat import Chat
 
@@ -219,6 +243,23 @@ def _chat(arguments: argparse.Namespace, trained: TrainedModel) -> None:
             print(flush=True)
         except UserError as error:
             log.error(str(error))
+
+
+def _serve(arguments: argparse.Namespace, trained: TrainedModel, template: ChatTemplate) -> None:
+    """Serve replies until Ctrl-C."""
+    from lmtrain.generation.chat import ChatEncoder
+    from lmtrain.generation.engine import Engine
+    from lmtrain.generation.server import ChatServer, Replies
+
+    encoder = ChatEncoder(trained.tokenizer, template, arguments.system)
+    port = 8080 if arguments.port is None else arguments.port
+    with ChatServer(trained.source, port, arguments.system) as server:
+        model, params, _ = trained.load()
+        engine = Engine(model, params, trained.config.model.seq_len, arguments.parallel or 4)
+        log.info("compiling")
+        server.replies = Replies(engine, encoder, sampling_settings(arguments, arguments.max_new_tokens))
+        log.info(f"chat: {server.url}/   OpenAI's API: {server.url}/v1   Ctrl-C ends it")
+        server.serve_forever()
 
 
 def _messages(first: str | None) -> Iterator[str]:

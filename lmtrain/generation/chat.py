@@ -24,10 +24,10 @@ class ChatEncoder:
         self.first = [] if system is None else [{"role": "system", "content": system}]
         self.ends = {tokenizer.eos_id, end_of_turn(template, tokenizer, self.first)}
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+    def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = ()) -> str:
         """The text that the model continues."""
         try:
-            return self._template.render(messages, add_generation_prompt=True).text
+            return self._template.render(messages, tools=tools or None, add_generation_prompt=True).text
         except TemplateError as error:
             raise UserError(f"the chat template fails: {error}") from None
 

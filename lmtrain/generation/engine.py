@@ -48,7 +48,7 @@ class Request:
 
 
 class Engine:
-    """See above. Not thread-safe. `seq_len` is the model's context: prompt and new tokens together fit into it."""
+    """See above. `seq_len` is the model's context: prompt and new tokens together fit into it."""
 
     def __init__(self, model: LanguageModel, params: Any, seq_len: int, rows: int):
         self.seq_len = seq_len
@@ -83,8 +83,14 @@ class Engine:
         self._take, self._put = jax.jit(take), jax.jit(put, donate_argnums=0)
         self._cache = jax.jit(lambda params: apply(params)(rows, seq_len, method="empty_cache"))(params)
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether a request waits or has a row."""
+        return bool(self._waiting or any(self._requests))
+
     def add(self, request: Request) -> Request:
-        """Let a request wait for a row. Its prompt has at least one token, and leaves room for one."""
+        """Let a request wait for a row. Its prompt has at least one token, and leaves room for one. Another thread than
+        that of `step` may call this and `cancel`."""
         assert 0 < len(request.ids) < self.seq_len
         self._waiting.append(request)
         return request
@@ -101,7 +107,7 @@ class Engine:
             if request.reason is None:
                 self._start(request, free)
         self._advance()
-        return bool(self._waiting or any(self._requests))
+        return self.is_busy
 
     def _start(self, request: Request, free: Sequence[int]) -> None:
         """Read a prompt, of which the row keeps what it has; the first token comes with it."""

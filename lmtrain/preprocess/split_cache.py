@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     from lmtrain.preprocess.write_shard import ShardJob
 
 
-# Names of the files in a cache's folder; `reference-` are log-probabilities (`lmtrain/train/start/reference.py`).
+# Names of the files in a cache's folder; `reference-` are log-probabilities (`lmtrain/weights/reference.py`).
 _OWN_FILE = re.compile(r"(shard-|reference-|manifest\.json|\.building).*")
 
 

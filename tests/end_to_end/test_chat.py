@@ -3,8 +3,13 @@
 import io
 import json
 import math
+import re
 import shutil
+import signal
+import subprocess
+import sys
 
+import openai
 import pytest
 import torch
 import yaml
@@ -98,6 +103,28 @@ def test_each_line_gets_a_reply_and_clear_starts_again(trained, monkeypatch):
     assert first == "".join(f"{reply}\n" for reply in (*expected, expected[0]))
     of_export = talk(trained, monkeypatch, "Stars?\n/exit\nRain?\n", "--hf", "model", "--temperature", "0")
     assert of_export == f"{expected[0]}\n"
+
+
+def test_the_web_server_has_the_replies_of_the_terminal(trained, monkeypatch):
+    (expected,) = talk(trained, monkeypatch, "Stars?\n", "chat.yaml", "--temperature", "0").splitlines()
+    command = [sys.executable, "-m", "lmtrain", "generate", "chat.yaml", "--chat", "--web", "--port", "0"]
+    process = subprocess.Popen(
+        [*command, "--temperature", "0", "--max_new_tokens", "12"], cwd=trained, stderr=subprocess.PIPE, text=True
+    )
+    lines = []
+    for line in process.stderr:
+        lines.append(line)
+        if found := re.search(r"http://127\.0\.0\.1:(\d+)/v1", line):
+            break
+    assert found, lines
+    with openai.OpenAI(base_url=found[0], api_key="none") as client:
+        messages = [{"role": "user", "content": "Stars?"}]
+        assert client.chat.completions.create(model="", messages=messages).choices[0].message.content == expected
+    taken = run_in_process(["generate", "chat.yaml", "--chat", "--web", "--port", found[1]], trained, 2)
+    assert f"--port {found[1]}: " in taken.stderr
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=300)
+    assert process.returncode == 75
 
 
 def test_a_missing_or_wrong_template_ends_a_chat(trained, monkeypatch):

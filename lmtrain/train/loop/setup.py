@@ -10,7 +10,6 @@ from lmtrain.checkpoint.discovery import Checkpoint
 from lmtrain.data.caches import Caches
 from lmtrain.data.verification import verify_in_background
 from lmtrain.evaluation.interface import Context
-from lmtrain.evaluation.reference import REFERENCE
 from lmtrain.hf.tokenizer import Tokenizer
 from lmtrain.lora.model import BASE, fingerprint
 from lmtrain.run.config import RunConfig
@@ -27,6 +26,7 @@ from lmtrain.train.start.resume import DECISIONS, check_identity
 from lmtrain.train.start.train_batches import TrainBatches, is_pending, open_evaluation
 from lmtrain.train.step.state import TrainState
 from lmtrain.weights.hf_config import hf_ref
+from lmtrain.weights.reference import REFERENCE
 from lmtrain.weights.run_files import generation_of, keep_config, keep_tokenizer, template_of
 
 if TYPE_CHECKING:

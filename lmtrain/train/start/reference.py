@@ -7,7 +7,6 @@ from typing import Any
 from lmtrain.config.tree import require_equal
 from lmtrain.data.caches import Caches
 from lmtrain.evaluation.interface import Context
-from lmtrain.evaluation.reference import REFERENCE, Reference
 from lmtrain.lora.model import BASE, AdaptedModel, fingerprint
 from lmtrain.runtime.errors import UserError, errors_of
 from lmtrain.runtime.logging import Processes, log
@@ -19,6 +18,7 @@ from lmtrain.weights.export_folder import BaseIdentity
 from lmtrain.weights.hf_config import hf_ref
 from lmtrain.weights.load_hf import load_hf_params
 from lmtrain.weights.lora_base import LoadedModel, load_base
+from lmtrain.weights.reference import REFERENCE, Reference
 from lmtrain.weights.trained_model import load_initial
 
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from conftest import tiny_settings
 
-from lmtrain.evaluation.reference import key_of, read_values, write_values
 from lmtrain.run.config import RunConfig
+from lmtrain.weights.reference import key_of, read_values, write_values
 
 VALUES = np.arange(-8, 0, dtype=np.float32)
 MODEL = {"type": "llama", "seq_len": 48, "hidden_dim": 32, "num_heads": 4, "num_layers": 2, "intermediate_dim": 64}
