@@ -46,4 +46,4 @@ printf '\nAdapter: exports/llama_nano_chat/   Merged model: exports/llama_nano_c
 printf 'In Python (source .venv/bin/activate; pip install torch):\n'
 printf "  from transformers import pipeline; chat = pipeline('text-generation', 'exports/llama_nano_chat_merged')\n"
 printf "  chat([{'role': 'user', 'content': 'What does this line do?\\\\nimport json'}])\n"
-printf 'To talk to the model: source .venv/bin/activate; lmtrain generate configs/llama_nano_chat.yaml --chat\n'
+printf 'To talk to the model in the browser: source .venv/bin/activate; lmtrain generate configs/llama_nano_chat.yaml --chat --web\n'
