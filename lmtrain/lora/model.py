@@ -1,7 +1,8 @@
 """A model with adapters, with the interface of every model: evaluation and sampling use it like any other."""
 
+import functools
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -188,8 +189,26 @@ def fingerprint(params: Any, layout: Layout) -> str:
     flat = flatten(params)
     sum_each = jax.jit(lambda flat: jax.tree.map(_of_leaf, flat), out_shardings=layout.replicated)
     sums = jax.device_get(sum_each(flat))
-    parts = [f"{path} {leaf.shape} {leaf.dtype} {sums[path].tolist()}" for path, leaf in sorted(flat.items())]
-    return hashlib.blake2b("\n".join(parts).encode(), digest_size=16).hexdigest()
+    return digest(_described(path, leaf, sums[path]) for path, leaf in flat.items())
+
+
+def fingerprint_part(path: str, leaf: jax.Array, layout: Layout) -> str:
+    """What `digest` needs of one parameter."""
+    return _described(path, leaf, jax.device_get(_summing(layout.replicated)(leaf)))
+
+
+@functools.cache
+def _summing(replicated: Any) -> Any:
+    return jax.jit(_of_leaf, out_shardings=replicated)
+
+
+def digest(parts: Iterable[str]) -> str:
+    """The fingerprint of parameters of which these are the parts."""
+    return hashlib.blake2b("\n".join(sorted(parts)).encode(), digest_size=16).hexdigest()
+
+
+def _described(path: str, leaf: jax.Array, sums: np.ndarray) -> str:
+    return f"{path} {leaf.shape} {leaf.dtype} {sums.tolist()}"
 
 
 def _of_leaf(leaf: jax.Array) -> jax.Array:

@@ -203,25 +203,32 @@ def in_storage(kernel: jax.Array, storage: str, outputs: int) -> dict[str, jax.A
     return {KERNEL: part.values, f"{_STORED}{SCALE}": part.scale}
 
 
-Convert = Callable[[str, jax.Array, Callable[[jax.Array], dict[str, jax.Array]]], dict[str, jax.Array]]
+def to_storage(path: str, shape: Sequence[int], storage: str, axes: Axes) -> Callable[..., Any] | None:
+    """The function array -> arrays by path for a frozen parameter in the format `storage`, of 8 or 4 bits; None: it
+    stays as it is. Blocks' matrices are stored, but for those of experts, in 4 bits also for those with an odd number
+    of inputs."""
+    if not has_copy(path.split("/"), experts=False):
+        return None
+    if storage in LEVELS and not block_size(math.prod(shape[1 : len(shape) - axes.outputs])):
+        return None
+    layer = path.rpartition("/")[0]
+
+    def convert(kernel: jax.Array) -> dict[str, jax.Array]:
+        return {f"{layer}/{name}": array for name, array in in_storage(kernel, storage, axes.outputs).items()}
+
+    return convert
 
 
-def stored(params: Any, storage: str | None, axes: Any, convert: Convert = lambda _, kernel, to: to(kernel)) -> Any:
-    """Frozen parameters with the blocks' matrices in the format `storage`, of 8 or 4 bits. Those of experts stay as
-    they are, in 4 bits those with an odd number of inputs, too.
-
-    `axes` are those of `parameter_axes`. `convert(path of a layer, stack of matrices, function)` applies the function.
-    """
+def stored(params: Any, storage: str | None, axes: Any) -> Any:
+    """Frozen parameters in the format `storage`, None for that of the parameters; see `to_storage`. `axes` are those of
+    `parameter_axes`."""
     if storage is None:
         return params
-    flat, names = dict(flatten(params)), flatten(axes)
-    for layer in _layers(flat, experts=False):
-        path, shape = f"{layer}/{KERNEL}", flat[f"{layer}/{KERNEL}"].shape
-        outputs = names[path].outputs
-        if storage in LEVELS and not block_size(math.prod(shape[1 : len(shape) - outputs])):
-            continue
-        to = functools.partial(in_storage, storage=storage, outputs=outputs)
-        flat |= {f"{layer}/{name}": array for name, array in convert(layer, flat.pop(path), to).items()}
+    flat: dict[str, Any] = {}
+    names = flatten(axes)
+    for path, leaf in flatten(params).items():
+        convert = to_storage(path, leaf.shape, storage, names[path])
+        flat |= {path: leaf} if convert is None else convert(leaf)
     return unflatten(flat)
 
 

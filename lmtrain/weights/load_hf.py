@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -34,6 +35,9 @@ from lmtrain.weights.export_folder import BaseIdentity, base_of_adapter
 # The host holds a few tensors at a time. With several processes, each reads its share of the rows of every large
 # tensor, and the devices exchange the rows that they need.
 
+# What is kept of a complete parameter at a path, by path.
+Keep = Callable[[str, jax.Array], dict[str, jax.Array]]
+
 # Minimum number of elements of a tensor whose reading processes share.
 _MIN_SHARED = 2**16
 
@@ -47,13 +51,19 @@ def load_tensors(
     vocab_size: int,
     layout: Layout,
     dtype: str,
+    keep: Keep | None = None,
 ) -> Any:
     """Parameters like the abstract ones in `boxed`, in `dtype` unless they are exact, with the values of `pieces`.
 
     `names` are the names in the file by those of the pieces. Embeddings are resized to `vocab_size` (see
     `resize_vocab`); only the first learned positions are used. `where` begins the errors: `UserError` for tensors that
-    have no floating-point numbers, or are not zero although the model lacks them.
+    have no floating-point numbers, or are not zero although the model lacks them. `keep(path, array)` returns the
+    arrays by path that are kept of a complete one; then one is completed before the next is read.
     """
+    if keep is not None:
+        pieces = sorted(pieces, key=lambda piece: [row.ours for row in piece.rows])
+    pieces = list(pieces)
+    left = Counter(row.ours for piece in pieces for row in piece.rows)
     abstract, shardings = flatten(nn.meta.unbox(boxed)), flatten(parameter_shardings(layout, boxed))
 
     def dtype_of(piece: Piece) -> str:
@@ -94,6 +104,9 @@ def load_tensors(
                 flat[row.ours] = _with_part(sharding)(flat[row.ours], array, piece.index)
             # wait, or the host runs ahead of the devices and holds one more tensor for each piece that it is ahead
             jax.block_until_ready(flat[row.ours])
+            left[row.ours] -= 1
+            if keep is not None and not left[row.ours]:
+                flat |= keep(row.ours, flat.pop(row.ours))
     return unflatten(flat)
 
 
@@ -185,6 +198,7 @@ def load_hf_params(
     layout: Layout,
     dtype: str,
     trained: Collection[str] | None = None,
+    keep: Keep | None = None,
 ) -> Any:
     """The parameters of `model` with the weights of `ref`, in `dtype`, on their devices, as in `load_tensors`.
 
@@ -195,7 +209,7 @@ def load_hf_params(
     pieces = build_hf_pieces(config, model)
     names = _match(ref, weights, pieces, config, layout)
     _log_resizing(ref, weights, names, pieces, model.vocab_size, trained)
-    return load_tensors(ref, weights, names, pieces, abstract_params(model), model.vocab_size, layout, dtype)
+    return load_tensors(ref, weights, names, pieces, abstract_params(model), model.vocab_size, layout, dtype, keep)
 
 
 def build_hf_pieces(config: ModelConfig, model: LanguageModel) -> list[Piece]:

@@ -17,6 +17,7 @@ from lmtrain.weights.export_folder import BaseIdentity
 if TYPE_CHECKING:
     from lmtrain.lora.model import AdaptedModel
     from lmtrain.sharding.mesh import Layout
+    from lmtrain.weights.load_hf import Keep
 
 # Key of a checkpoint's run info: the base of its adapters. Its name in the state, too.
 BASE_ITEM = "base"
@@ -55,25 +56,32 @@ def load_base(
     tokenizer: Mapping[str, Any],
     saved: Mapping[str, Any] | None = None,
     processes: Processes = ALONE,
+    store: "Keep | None" = None,
 ) -> LoadedModel:
     """The base on its devices. `saved` describes the base of the checkpoint that adapters come from.
 
-    `tokenizer` is the identity of the run's tokenizer.
+    `tokenizer` is the identity of the run's tokenizer. `store` returns the arrays that are kept of a parameter, which
+    is called for each as soon as it is read.
 
     Raises `UserError` if the base is missing, or differs from the saved one.
     """
-    from lmtrain.lora.model import fingerprint
-    from lmtrain.models.params import cast
+    from lmtrain.lora.model import digest, fingerprint_part
+    from lmtrain.models.params import cast, flatten, unflatten
     from lmtrain.weights.load_checkpoint import restore_params
     from lmtrain.weights.load_hf import load_hf_params
 
-    dtype = config.base_dtype
+    dtype, parts = config.base_dtype, []
     assert dtype is not None
+
+    def keep(path: str, array: Any) -> dict[str, Any]:
+        parts.append(fingerprint_part(path, array, layout))
+        return {path: array} if store is None else store(path, array)
+
     source: dict[str, Any]
     with errors_of("the base model of the adapters cannot be loaded"):
         if ref is not None:
             where, source = ref, {"initialize_from_hf": ref}
-            params = load_hf_params(ref, config.model, model.inner, layout, dtype, trained=model.in_full)
+            params = load_hf_params(ref, config.model, model.inner, layout, dtype, trained=model.in_full, keep=keep)
         else:
             checkpoint = _checkpoint(config, saved, processes)
             require_equal(
@@ -85,16 +93,19 @@ def load_base(
             )
             where, source = checkpoint.path, {_PATH: checkpoint.path, "step": checkpoint.step}
             params = restore_params(checkpoint, model.inner, layout, config.trainer.checkpointer.staging_dir)
-            params = cast(params, dtype)
-    digest = fingerprint(params, layout)
-    if saved is not None and saved["fingerprint"] != digest:
+            flat: dict[str, Any] = {}
+            for path, array in flatten(cast(params, dtype)).items():
+                flat |= keep(path, array)
+            params = unflatten(flat)
+    found = digest(parts)
+    if saved is not None and saved["fingerprint"] != found:
         raise UserError(
-            f"the base model of the adapters has changed: {where} has the fingerprint {digest[:12]}, but "
+            f"the base model of the adapters has changed: {where} has the fingerprint {found[:12]}, but "
             f"they were trained on {saved['fingerprint'][:12]} ({saved.get('initialize_from_hf') or saved[_PATH]}); "
             "restore it, or start a new run with another trainer.id"
         )
-    log.info(f"base model: {where}, {dtype}, frozen; fingerprint {digest[:12]}")
-    return LoadedModel(params, BaseIdentity(digest, dtype), {**source, "fingerprint": digest})
+    log.info(f"base model: {where}, {dtype}, frozen; fingerprint {found[:12]}")
+    return LoadedModel(params, BaseIdentity(found, dtype), {**source, "fingerprint": found})
 
 
 def _checkpoint(config: RunConfig, saved: Mapping[str, Any] | None, processes: Processes = ALONE) -> Checkpoint:

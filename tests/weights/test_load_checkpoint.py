@@ -17,7 +17,7 @@ from lmtrain.checkpoint.checkpointer import Checkpointer
 from lmtrain.checkpoint.config import CheckpointerConfig, Kind
 from lmtrain.checkpoint.discovery import find_checkpoints
 from lmtrain.lora.model import ADAPTERS, BASE, adapt
-from lmtrain.models.params import abstract_params, initializer, with_dtype
+from lmtrain.models.params import abstract_params, flatten, initializer, with_dtype
 from lmtrain.models.registry import build_model
 from lmtrain.run.config import RunConfig
 from lmtrain.runtime.errors import UserError
@@ -82,6 +82,23 @@ def test_a_base_has_its_dtype_and_a_changed_one_is_refused(tmp_path, caplog):
     assert load_base(*arguments, saved=base.run_info).identity == base.identity
     with pytest.raises(UserError, match=rf"{digest[:12]}.* 0000"):
         load_base(*arguments, saved=base.run_info | {"fingerprint": "0" * 32})
+
+
+def test_what_is_kept_of_a_base_is_asked_when_a_parameter_is_complete(tmp_path):
+    exported = Exported(tmp_path, "llama", {}, {"base_dtype": "bfloat16"})
+    arguments = exported.config, exported.model, exported.layout, str(tmp_path / "base"), exported.tokenizer.identity
+    expected, complete = flatten(load_base(*arguments).params), {}
+
+    def store(path, array):
+        complete[path] = np.asarray(array)
+        array.delete()
+        return {f"{path}_size": jnp.int32(array.size)}
+
+    base = load_base(*arguments, store=store)
+    assert base.identity == load_base(*arguments).identity
+    assert flatten(base.params) == {f"{path}_size": leaf.size for path, leaf in expected.items()}
+    for path, leaf in expected.items():
+        np.testing.assert_array_equal(complete[path], leaf, err_msg=path)
 
 
 CONFIG = config_of("llama", {"num_layers": 1}, {"modules_to_save": ["lm_head"]})

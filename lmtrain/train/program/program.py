@@ -17,7 +17,7 @@ from lmtrain.models.gated_delta.config import GatedDeltaMixer
 from lmtrain.models.gated_delta.devices import choose_delta
 from lmtrain.models.interface import LanguageModel
 from lmtrain.models.moe.grouped import choose_grouped, kernel_of
-from lmtrain.models.params import flatten, parameter_axes
+from lmtrain.models.params import flatten, parameter_axes, to_storage
 from lmtrain.models.registry import build_model
 from lmtrain.objectives.cross_entropy import build_objective
 from lmtrain.optim.optimizer import build_optimizer
@@ -109,18 +109,19 @@ class Program:
             given=given,
         )
 
-    def in_storage(self, base: Any) -> Any:
-        """The frozen base as the state stores it. Matrices that are stored in few bits are converted one by one, and
-        deleted, so that a device never holds two copies of all."""
+    def store(self, path: str, array: jax.Array) -> dict[str, jax.Array]:
+        """A parameter of the frozen base as the state stores it, by path. One that is stored in few bits is deleted, so
+        that a device never holds two copies of all."""
+        base = self.frozen[BASE]
+        axes = flatten(parameter_axes(base.model))[path]
+        convert = None if base.storage is None else to_storage(path, array.shape, base.storage, axes)
+        if convert is None:
+            return {path: array}
         shardings = flatten(self.shardings.frozen[BASE])
-
-        def convert(layer: str, kernel: jax.Array, to: Any) -> Any:
-            out = {name: shardings[f"{layer}/{name}"] for name in jax.eval_shape(to, kernel)}
-            converted = jax.block_until_ready(jax.jit(to, out_shardings=out)(kernel))
-            kernel.delete()
-            return converted
-
-        return self.frozen[BASE].in_storage(base, convert)
+        out = {name: shardings[name] for name in jax.eval_shape(convert, array)}
+        converted: dict[str, jax.Array] = jax.block_until_ready(jax.jit(convert, out_shardings=out)(array))
+        array.delete()
+        return converted
 
     def check_products_pay(self) -> None:
         """Raise `UserError` for products in 8 bits that save hardly any time on this run's devices."""

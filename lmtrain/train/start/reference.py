@@ -74,8 +74,7 @@ def load_frozen(
     found, config = {}, program.config
     if isinstance(program.model, AdaptedModel):
         model, layout, ref = program.model, program.layout, hf_ref(config)
-        base = load_base(config, model, layout, ref, tokenizer, saved.get(BASE), processes)
-        found[BASE] = base._replace(params=program.in_storage(base.params))
+        found[BASE] = load_base(config, model, layout, ref, tokenizer, saved.get(BASE), processes, program.store)
     if program.teacher is not None:
         found[TEACHER] = load_teacher(program, program.teacher, saved.get(TEACHER))
     return found

@@ -15,7 +15,6 @@ from lmtrain.lora.model import ADAPTERS, BASE, trainable
 from lmtrain.models.interface import LanguageModel
 from lmtrain.models.layers.quantized import KERNEL
 from lmtrain.models.params import (
-    Convert,
     abstract_params,
     cast,
     flatten,
@@ -93,11 +92,7 @@ class Frozen(NamedTuple):
         return self._as_stored(nn.meta.unbox(initializer(self.model)(key)))
 
     def _as_stored(self, params: Any) -> Any:
-        return self.in_storage(cast(params, self.dtype))
-
-    def in_storage(self, params: Any, *convert: Convert) -> Any:
-        """Parameters as they are stored; see `stored`."""
-        return stored(params, self.storage, parameter_axes(self.model), *convert)
+        return stored(cast(params, self.dtype), self.storage, parameter_axes(self.model))
 
 
 # Name of the frozen teacher of a distillation; that of the base of adapters is `BASE`.
