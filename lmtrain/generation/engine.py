@@ -22,6 +22,7 @@ import numpy as np
 
 from lmtrain.generation.decode import SamplingSettings, batch_axes
 from lmtrain.models.interface import LanguageModel
+from lmtrain.runtime.errors import UserError
 
 # Tokens of a prompt that are read at once.
 _CHUNK = 64
@@ -48,7 +49,10 @@ class Request:
 
 
 class Engine:
-    """See above. `seq_len` is the model's context: prompt and new tokens together fit into it."""
+    """See above. `seq_len` is the model's context: prompt and new tokens together fit into it.
+
+    Raises `UserError` for caches that do not fit into memory.
+    """
 
     def __init__(self, model: LanguageModel, params: Any, seq_len: int, rows: int):
         self.seq_len = seq_len
@@ -81,7 +85,14 @@ class Engine:
 
         self._read, self._write = jax.jit(read, donate_argnums=1), jax.jit(write, donate_argnums=1)
         self._take, self._put = jax.jit(take), jax.jit(put, donate_argnums=0)
-        self._cache = jax.jit(lambda params: apply(params)(rows, seq_len, method="empty_cache"))(params)
+        try:
+            self._cache = jax.jit(lambda params: apply(params)(rows, seq_len, method="empty_cache"))(params)
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            raise UserError(
+                f"KV caches of {rows:,} x {seq_len:,} tokens do not fit into the device's memory; lower --parallel"
+            ) from None
 
     @property
     def is_busy(self) -> bool:

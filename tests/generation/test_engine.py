@@ -11,6 +11,7 @@ from lmtrain.generation.decode import SamplingSettings, choose
 from lmtrain.generation.engine import Engine, Request, choose_each
 from lmtrain.models.gpt2.config import Gpt2Config
 from lmtrain.models.llama.config import LlamaConfig
+from lmtrain.runtime.errors import UserError
 
 LENGTH, VOCAB = 96, 40
 SIZES = {"seq_len": LENGTH, "hidden_dim": 16, "num_heads": 2}
@@ -105,6 +106,11 @@ def test_a_request_ends_at_its_tokens_at_the_context_and_when_it_is_cancelled(sm
     engine.cancel(waiting)
     assert not engine.step()
     assert waiting.new == []
+
+
+def test_caches_that_do_not_fit_are_an_error():
+    with pytest.raises(UserError, match=r"100,000,000 x 96 .*--parallel"):
+        Engine(*quick.writing_model(CONFIGS["full"], VOCAB), LENGTH, rows=10**8)
 
 
 def test_what_a_conversation_already_has_is_not_read_again():
