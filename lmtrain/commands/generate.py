@@ -4,6 +4,8 @@ import argparse
 import io
 import json
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +16,7 @@ from lmtrain.preprocess.documents import read_texts
 from lmtrain.run.run import require_secrets
 from lmtrain.runtime.errors import UserError
 from lmtrain.runtime.logging import log, start_console_log
+from lmtrain.runtime.signals import StopRequest
 from lmtrain.runtime.text import require_utf8
 from lmtrain.weights.trained_model import TrainedModel, from_checkpoint, from_hf
 
@@ -246,7 +249,7 @@ def _chat(arguments: argparse.Namespace, trained: TrainedModel) -> None:
 
 
 def _serve(arguments: argparse.Namespace, trained: TrainedModel, template: ChatTemplate) -> None:
-    """Serve replies until Ctrl-C."""
+    """Serve replies until a signal."""
     from lmtrain.generation.chat import ChatEncoder
     from lmtrain.generation.engine import Engine
     from lmtrain.generation.server import ChatServer, Replies
@@ -257,9 +260,14 @@ def _serve(arguments: argparse.Namespace, trained: TrainedModel, template: ChatT
         model, params, _ = trained.load()
         engine = Engine(model, params, trained.config.model.seq_len, arguments.parallel or 4)
         log.info("compiling")
-        server.replies = Replies(engine, encoder, sampling_settings(arguments, arguments.max_new_tokens))
-        log.info(f"chat: {server.url}/   OpenAI's API: {server.url}/v1   Ctrl-C ends it")
-        server.serve_forever()
+        settings = sampling_settings(arguments, arguments.max_new_tokens)
+        server.replies = Replies(engine, encoder, settings, arguments.seed)
+        with StopRequest("ending the server") as stop:
+            threading.Thread(target=server.serve_forever, name="server", daemon=True).start()
+            log.info(f"chat: {server.url}/   OpenAI's API: {server.url}/v1   Ctrl-C ends it")
+            while not stop.requested:
+                time.sleep(0.1)
+            server.shutdown()
 
 
 def _messages(first: str | None) -> Iterator[str]:

@@ -302,7 +302,7 @@ def _describe_targets(config: DataConfig, cache: Cache, seq_len: int) -> str:
     windows = packed_windows(config, cache, seq_len)
     text = f"; {targets:,} of {cache.shards.tokens:,} tokens are targets; {100 * windows.padding:.1f} % padding"
     long = windows.too_long
-    done = {"cut": "cut off there", "drop": "dropped"}[cache.too_long or "cut"]
+    done = {"cut": "cut off there, counted in full", "drop": "dropped, but counted"}[cache.too_long or "cut"]
     what = "pair" if cache.has_pairs else "document"
     return f"{text}; {counted(long, what)} longer than {seq_len:,} tokens, {done}" if long else text
 

@@ -24,12 +24,21 @@ class ChatEncoder:
         self.first = [] if system is None else [{"role": "system", "content": system}]
         self.ends = {tokenizer.eos_id, end_of_turn(template, tokenizer, self.first)}
 
-    def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = ()) -> str:
-        """The text that the model continues."""
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = (), add_generation_prompt: bool = True
+    ) -> str:
+        """The text that the model continues. Raises `UserError` for tools that the template does not write, too."""
+
+        def rendered(tools: Sequence[Any] | None) -> str:
+            return self._template.render(messages, tools=tools, add_generation_prompt=add_generation_prompt).text
+
         try:
-            return self._template.render(messages, tools=tools or None, add_generation_prompt=True).text
+            text = rendered(tools or None)
+            if tools and text == rendered(None):
+                raise UserError("tools: the chat template does not write them; remove them")
         except TemplateError as error:
             raise UserError(f"the chat template fails: {error}") from None
+        return text
 
     def encode(self, text: str) -> list[int]:
         """The tokens of a rendered text."""

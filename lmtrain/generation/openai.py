@@ -31,6 +31,7 @@ _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
 }
 _IGNORED = {"model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "verbosity"}
 _MOST_CHOICES = 16
+_ROLES = ("system", "user", "assistant", "tool")
 
 
 class RequestError(UserError):
@@ -66,8 +67,11 @@ def read_request(body: bytes, default: SamplingSettings) -> Asked:
     """A request with the settings that it lacks from `default`. Raises `RequestError`."""
     try:
         values = json.loads(body)
-    except ValueError:
-        raise RequestError("the body is not JSON") from None
+        json.dumps(values, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise RequestError("the body has one half of a surrogate pair, which is no text") from None
+    except (ValueError, RecursionError):
+        raise RequestError("the body is not JSON, or too deeply nested") from None
     if not isinstance(values, dict):
         raise RequestError("the body is not a JSON object")
     given = dict(values)
@@ -75,7 +79,7 @@ def read_request(body: bytes, default: SamplingSettings) -> Asked:
     if not messages:
         raise RequestError("messages: expected at least one message", "messages")
     stop = given.pop("stop", None)
-    stops = [stop] if isinstance(stop, str) else stop or []
+    stops = [stop] if isinstance(stop, str) else [] if stop is None else stop
     if not isinstance(stops, list) or not all(isinstance(text, str) and text for text in stops):
         raise RequestError("stop: expected a text or a list of texts", "stop")
     most = [_number(given, name, None, 1, 2**31, whole=True) for name in ("max_completion_tokens", "max_tokens")]
@@ -83,16 +87,17 @@ def read_request(body: bytes, default: SamplingSettings) -> Asked:
     temperature = _number(given, "temperature", default.temperature, 0, 100)
     top_k = _number(given, "top_k", default.top_k, 0, 2**31 - 1, whole=True)
     top_p = _number(given, "top_p", default.top_p, 0, 1)
-    options = given.pop("stream_options", None) or {}
+    options = _kind(given, "stream_options", dict, {})
+    tools = _list(given, "tools")
     asked = Asked(
         messages=messages,
-        tools=_list(given, "tools"),
+        tools=[] if given.get("tool_choice") == "none" else tools,
         settings=SamplingSettings(int(new), float(temperature), int(top_k), float(top_p)),
         seed=_number(given, "seed", None, -(2**63), 2**64, whole=True),
         stops=stops,
         choices=int(_number(given, "n", 1, 1, _MOST_CHOICES, whole=True)),
-        streams=bool(given.pop("stream", False)),
-        with_usage=isinstance(options, dict) and bool(options.get("include_usage")),
+        streams=_kind(given, "stream", bool, False),
+        with_usage=_kind(options, "include_usage", bool, False),
     )
     for name, value in given.items():
         if name in _WITHOUT_EFFECT and value not in _WITHOUT_EFFECT[name]:
@@ -103,10 +108,16 @@ def read_request(body: bytes, default: SamplingSettings) -> Asked:
 
 
 def _list(values: dict[str, Any], name: str) -> list[Any]:
-    found = values.pop(name, None)
-    if found is not None and not isinstance(found, list):
-        raise RequestError(f"{name}: expected a list", name)
-    return found or []
+    found: list[Any] = _kind(values, name, list, [])
+    return found
+
+
+def _kind(values: dict[str, Any], name: str, kind: type, default: Any) -> Any:
+    value = values.pop(name, None)
+    if value is not None and not isinstance(value, kind):
+        kinds = {list: "a list", dict: "an object", bool: "true or false"}
+        raise RequestError(f"{name}: expected {kinds[kind]}, got {json.dumps(value)[:100]}", name)
+    return default if value is None else value
 
 
 def _number(values: dict[str, Any], name: str, default: Any, least: float, most: float, whole: bool = False) -> Any:
@@ -134,7 +145,9 @@ def _message(message: Any, number: int) -> dict[str, Any]:
     if not isinstance(content, str | None) or (content is None and not message.get("tool_calls")):
         raise RequestError(f"{where}: expected a text as content", "messages")
     role = {"developer": "system"}.get(message["role"], message["role"])
-    return {**message, "role": role, "content": content or ""}
+    if role not in _ROLES:
+        raise RequestError(f"{where}: unknown role {role!r}; known: {', '.join(_ROLES)}", "messages")
+    return {**message, "role": role, "content": content}
 
 
 class Completion:

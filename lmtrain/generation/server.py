@@ -9,15 +9,19 @@
 Requests with another host or from a page of another site are refused: a browser would send them to any address.
 """
 
+import itertools
 import json
-import secrets
+import select
+import socket
+import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
 from typing import Any
+from urllib.parse import unquote
 
 from lmtrain.generation.chat import ChatEncoder, Pieces
 from lmtrain.generation.decode import SamplingSettings
@@ -27,6 +31,7 @@ from lmtrain.runtime.errors import UserError
 from lmtrain.runtime.logging import log
 
 _ADDRESS = "127.0.0.1"
+_SECONDS_BETWEEN_CHECKS = 0.5
 _MOST_BYTES = 10_000_000
 # A page that loads nothing from elsewhere.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
@@ -35,10 +40,11 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inl
 class Replies:
     """Replies of a model to several users at once: a thread advances the engine, others wait for tokens."""
 
-    def __init__(self, engine: Engine, encoder: ChatEncoder, default: SamplingSettings):
+    def __init__(self, engine: Engine, encoder: ChatEncoder, default: SamplingSettings, seed: int = 0):
         self.encoder = encoder
         self.default = default
         self.seq_len = engine.seq_len
+        self._seeds = itertools.count(seed)
         self._engine = engine
         self._changed = threading.Condition()
         self._error: Exception | None = None
@@ -48,14 +54,15 @@ class Replies:
                 pass
         threading.Thread(target=self._run, name="replies", daemon=True).start()
 
-    def start(self, ids: Sequence[int], settings: SamplingSettings, seed: int) -> Request:
-        """A new reply to a prompt. Raises `RequestError` for one that fills the context."""
+    def start(self, ids: Sequence[int], settings: SamplingSettings, seed: int | None) -> Request:
+        """A new reply to a prompt; None: with the next seed. Raises `RequestError` for one that fills the context."""
         if len(ids) >= self.seq_len:
             raise RequestError(
                 f"messages: the conversation has {len(ids)} tokens, which fill the model's context of {self.seq_len}",
                 "messages",
                 "context_length_exceeded",
             )
+        seed = next(self._seeds) if seed is None else seed
         request = Request(ids=ids, settings=settings, seed=seed, ends=self.encoder.ends)
         with self._changed:
             self._engine.add(request)
@@ -67,17 +74,22 @@ class Replies:
         for request in requests:
             self._engine.cancel(request)
 
-    def pieces(self, requests: Sequence[Request], stops: Sequence[str]) -> Iterator[tuple[int, str, str | None]]:
-        """The pieces of all replies as they come: number of the reply, text, and with the last one why it ends."""
+    def pieces(
+        self, requests: Sequence[Request], stops: Sequence[str], check: Callable[[], None]
+    ) -> Iterator[tuple[int, str, str | None]]:
+        """The pieces of all replies as they come: number of the reply, text, and with the last one why it ends.
+        `check` is called again and again, also while nothing comes."""
         texts = [Pieces(self.encoder.backend, stops) for _ in requests]
         seen, open_replies = [0] * len(requests), set(range(len(requests)))
         while open_replies:
             with self._changed:
                 self._changed.wait_for(
-                    lambda: self._error or any(self._is_new(requests[number], seen[number]) for number in open_replies)
+                    lambda: self._error or any(self._is_new(requests[number], seen[number]) for number in open_replies),
+                    _SECONDS_BETWEEN_CHECKS,
                 )
                 if self._error is not None:
                     raise self._error
+            check()
             for number in sorted(open_replies):
                 request = requests[number]
                 reason, new = request.reason, list(request.new)
@@ -116,6 +128,7 @@ class ChatServer(ThreadingHTTPServer):
     """The server; `url` is its address. Set `replies` before it serves. Raises `UserError` for a port that is taken."""
 
     daemon_threads = True
+    request_queue_size = 128
     replies: Replies
 
     def __init__(self, model: str, port: int, system: str | None = None):
@@ -125,6 +138,11 @@ class ChatServer(ThreadingHTTPServer):
             super().__init__((_ADDRESS, port), _Handler)
         except (OSError, OverflowError) as error:
             raise UserError(f"--port {port}: {error}; choose another one") from None
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that goes away is no error."""
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(request, client_address)
 
     @property
     def url(self) -> str:
@@ -160,19 +178,9 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer({"/v1/chat/completions": self._complete, "/render": self._render})
 
     def _answer(self, routes: Mapping[str, Any]) -> None:
+        """Call the function of the path, and send its errors."""
         try:
-            origin = self.headers.get("Origin")
-            if self.headers.get("Host") not in self.server.hosts or (
-                origin is not None and origin.removeprefix("http://") not in self.server.hosts
-            ):
-                error = RequestError(f"this server answers at {self.server.url} only, and no pages of other sites")
-                self._send(error.body, HTTPStatus.FORBIDDEN)
-                return
-            route = routes.get(self.path.partition("?")[0])
-            if route is None:
-                self._send(RequestError(f"{self.command} {self.path}: unknown").body, HTTPStatus.NOT_FOUND)
-                return
-            route()
+            self._call(routes)
         except RequestError as error:
             self._send(error.body, HTTPStatus.BAD_REQUEST)
         except UserError as error:
@@ -182,6 +190,19 @@ class _Handler(BaseHTTPRequestHandler):
         except Exception as error:
             log.error(f"{self.path}: {type(error).__name__}: {error}")
             self._send(RequestError(f"{type(error).__name__}: {error}").body, HTTPStatus.INTERNAL_SERVER_ERROR)
+
+    def _call(self, routes: Mapping[str, Any]) -> None:
+        host, origin = self.headers.get("Host", "").lower(), self.headers.get("Origin")
+        known = self.server.hosts
+        if host not in known or (origin is not None and origin.lower().removeprefix("http://") not in known):
+            error = RequestError(f"this server answers at {self.server.url} only, and no pages of other sites")
+            self._send(error.body, HTTPStatus.FORBIDDEN)
+            return
+        route = routes.get(unquote(self.path.partition("?")[0]))
+        if route is None:
+            self._send(RequestError(f"{self.command} {self.path}: unknown").body, HTTPStatus.NOT_FOUND)
+            return
+        route()
 
     def _send(self, value: Any, status: HTTPStatus = HTTPStatus.OK) -> None:
         self._write(json.dumps(value, ensure_ascii=False).encode(), "application/json", status)
@@ -216,7 +237,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _render(self) -> None:
         encoder = self.server.replies.encoder
-        text = encoder.render(read_request(self._body(), self.server.replies.default).messages)
+        asked = read_request(self._body(), self.server.replies.default)
+        is_answered = asked.messages[-1]["role"] == "assistant"
+        text = encoder.render(asked.messages, asked.tools, add_generation_prompt=not is_answered)
         encoding = encoder.backend.encode(text, add_special_tokens=False)
         spans = zip(encoding.ids, encoding.offsets, strict=True)
         self._send({"text": text, "tokens": [{"id": token, "text": text[begin:end]} for token, (begin, end) in spans]})
@@ -225,14 +248,14 @@ class _Handler(BaseHTTPRequestHandler):
         replies = self.server.replies
         asked = read_request(self._body(), replies.default)
         ids = replies.encoder.encode(replies.encoder.render(asked.messages, asked.tools))
-        seed = secrets.randbits(32) if asked.seed is None else asked.seed
-        requests = [replies.start(ids, asked.settings, seed + number) for number in range(asked.choices)]
+        seeds = [None if asked.seed is None else asked.seed + number for number in range(asked.choices)]
+        requests = [replies.start(ids, asked.settings, seed) for seed in seeds]
         try:
             if asked.streams:
                 self._stream(asked, requests)
                 return
             texts, reasons = [""] * len(requests), [""] * len(requests)
-            for number, piece, reason in replies.pieces(requests, asked.stops):
+            for number, piece, reason in replies.pieces(requests, asked.stops, self._check_client):
                 texts[number] += piece
                 reasons[number] = reason or ""
             self._send(Completion(self.server.model).whole(texts, reasons, self._usage(requests)))
@@ -257,7 +280,7 @@ class _Handler(BaseHTTPRequestHandler):
         for number in range(len(requests)):
             event(completion.part(number, {"role": "assistant", "content": ""}))
         try:
-            for number, piece, reason in self.server.replies.pieces(requests, asked.stops):
+            for number, piece, reason in self.server.replies.pieces(requests, asked.stops, self._check_client):
                 if piece:
                     event(completion.part(number, {"content": piece}))
                 if reason is not None:
@@ -270,6 +293,12 @@ class _Handler(BaseHTTPRequestHandler):
         except Exception as error:  # the status has been sent
             log.error(f"{self.path}: {type(error).__name__}: {error}")
             event(RequestError(f"{type(error).__name__}: {error}").body)
+
+    def _check_client(self) -> None:
+        """Raise `ConnectionError` if the client has gone, which writing would find late, or never."""
+        is_readable, _, _ = select.select([self.connection], [], [], 0)
+        if is_readable and not self.connection.recv(1, socket.MSG_PEEK):
+            raise ConnectionResetError
 
     @staticmethod
     def _usage(requests: Sequence[Request]) -> dict[str, Any]:

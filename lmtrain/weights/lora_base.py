@@ -104,7 +104,8 @@ def load_base(
             f"they were trained on {saved['fingerprint'][:12]} ({saved.get('initialize_from_hf') or saved[_PATH]}); "
             "restore it, or start a new run with another trainer.id"
         )
-    log.info(f"base model: {where}, {dtype}, frozen; fingerprint {found[:12]}")
+    bits = "" if store is None or config.base_quantization is None else f", matrices in {config.base_quantization}"
+    log.info(f"base model: {where}, {dtype}{bits}, frozen; fingerprint {found[:12]}")
     return LoadedModel(params, BaseIdentity(found, dtype), {**source, "fingerprint": found})
 
 

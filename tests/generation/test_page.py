@@ -80,7 +80,7 @@ def test_a_conversation_in_the_browser_is_that_of_the_terminal(page, served):
     page.get_by_label("Show tokens").check()
     messages = [{"role": "user", "content": "Stars?"}, {"role": "assistant", "content": said[0]}]
     messages += [{"role": "user", "content": "Rain\nor snow?"}, {"role": "assistant", "content": said[1]}]
-    text = served.template.render(messages, add_generation_prompt=True).text
+    text = served.template.render(messages).text
     ids = served.tokenizer.parsing_backend.encode(text, add_special_tokens=False).ids
     expect(page.locator("#tokens span")).to_have_count(len(ids))
     assert page.locator("#tokens span").first.get_attribute("title") == f"token {ids[0]}"
@@ -114,11 +114,17 @@ def test_a_reply_is_shown_as_it_comes_and_stop_ends_it(page, served):
     assert replies(page, 2)[0] == text
 
 
-def test_an_error_is_shown_and_the_conversation_stays(page):
+def test_a_refused_message_can_be_changed(page):
+    send(page, "Stars?")
+    first = replies(page, 1)
     send(page, "stars " * LENGTH)
     expect(page.get_by_role("alert")).to_contain_text(f"context of {LENGTH}")
-    expect(page.locator(".user div")).to_have_count(1)
-    page.get_by_role("button", name="New chat").click()
+    expect(page.get_by_label("Message")).to_have_value(("stars " * LENGTH).strip())
+    page.get_by_label("Maximum tokens").fill("")  # that of the server
+    page.get_by_label("Show tokens").check()
+    send(page, "Rain?")
+    assert replies(page, 2)[:1] == first
     expect(page.get_by_role("alert")).to_have_text("")
-    send(page, "Stars?")
-    replies(page, 1)
+    page.get_by_role("button", name="New chat").click()
+    expect(page.locator("#tokens span")).to_have_count(0)
+    expect(page.get_by_role("alert")).to_have_text("")

@@ -3,6 +3,7 @@
 import http.client
 import json
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
@@ -48,6 +49,7 @@ def test_a_reply_is_that_of_a_conversation_as_a_whole_and_as_a_stream(served, cl
     assert parts[-2].choices[0].finish_reason == "length"
     assert parts[-1].usage.prompt_tokens_details.cached_tokens == found.usage.prompt_tokens - 1
     assert [model.id for model in client.models.list()] == [served.name]
+    assert client.models.retrieve(served.name).id == served.name
 
 
 def test_replies_at_the_same_time_are_those_of_each_alone(served, client):
@@ -66,6 +68,7 @@ def test_samples_follow_the_seed_and_several_choices_differ(client):
     assert first != second
     assert sample(3) == [first]
     assert sample(4) == [second]
+    assert sample(None) != sample(None)
 
 
 def test_a_stop_ends_the_text_before_it(served, client):
@@ -86,6 +89,20 @@ def test_a_client_that_leaves_ends_its_reply(served, client):
         stream = ask(client, "Stars?", max_tokens=LENGTH, stream=True)
         next(stream)
         stream.close()
+    step, body = (
+        served.engine.step,
+        {"messages": [{"role": "user", "content": "Stars?"}], "n": 16, "max_tokens": LENGTH},
+    )
+    served.engine.step = lambda: time.sleep(0.05) or step()  # 16 replies in 3 rows would take half a minute
+    with closing(http.client.HTTPConnection(served.url.removeprefix("http://"))) as connection:
+        connection.request("POST", "/v1/chat/completions", json.dumps(body))
+        while not served.engine.is_busy:
+            time.sleep(0.01)
+    began = time.monotonic()
+    while served.engine.is_busy:
+        time.sleep(0.01)
+    served.engine.step = step
+    assert time.monotonic() - began < 15
     assert ask(client, "Stars?").choices[0].message.content == expected(served, "Stars?")
 
 
@@ -100,6 +117,11 @@ def test_a_client_that_leaves_ends_its_reply(served, client):
         ({"response_format": {"type": "json_object"}}, "response_format", None),
         ({"stop": [""]}, "stop", None),
         ({"extra_body": {"min_p": 0.1}}, "min_p", None),
+        ({"stream": "true"}, "stream", None),
+        ({"stream_options": {"include_usage": "no"}}, "include_usage", None),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "messages", None),
+        ({"messages": [{"role": "foo", "content": "Stars?"}]}, "messages", None),
+        ({"messages": [{"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}]}, "messages", None),
         ({"messages": []}, "messages", None),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
@@ -144,6 +166,9 @@ def test_paths_and_bodies_that_make_no_sense_are_errors(served):
         ("GET", "/nothing", None, 404),
         ("POST", "/v1/completions", b"{}", 404),
         ("POST", "/v1/chat/completions", b"{", 400),
+        ("POST", "/v1/chat/completions", b'{"messages": ' + b"[" * 100_000, 400),
+        ("POST", "/v1/chat/completions", b'{"messages": [{"role": "user", "content": "\\ud800"}]}', 400),
+        ("POST", "/v1/chat/completions", b'{"messages": [{"role": "user", "content": "a"}], "\\ud800": 1}', 400),
         ("POST", "/v1/chat/completions", b"[]", 400),
         ("POST", "/v1/chat/completions", b'{"messages": "Stars?"}', 400),
         ("POST", "/v1/chat/completions", b'{"messages": [{"content": "Stars?"}]}', 400),

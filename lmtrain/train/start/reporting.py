@@ -135,6 +135,9 @@ def log_program(program: Program) -> None:
         log.info(
             f"  losses added for the routers: model.moe.aux_loss {moe.aux_loss:g}, model.moe.z_loss {moe.z_loss:g}"
         )
+    if not config.objective.is_cross_entropy:  # a file that is included may have set some of it
+        own = ", ".join(f"{name} {value}" for name, value in config.objective.model_dump(exclude={"type"}).items())
+        log.info(f"  objective {config.objective.type}: {own}")
     for line in layout_table(model, program.layout, program.abstract.with_base(program.abstract.params)):
         log.info(f"  {line}")
     state = format_bytes(sum(program.state_bytes.values()))
