@@ -15,7 +15,14 @@ LARGE = LlamaConfig(
 
 
 @pytest.mark.parametrize(("model", "vocab_size"), [(SMALL, 384), (LARGE, 32_000)])
-@pytest.mark.parametrize("factor", [0.5, 5, 13, *(pytest.param(large, marks=pytest.mark.long) for large in (35, 60))])
+@pytest.mark.parametrize(
+    "factor",
+    [
+        *(0.5, 5, 13),
+        pytest.param(35, marks=pytest.mark.long),
+        pytest.param(60, marks=[pytest.mark.long, pytest.mark.release]),
+    ],
+)
 def test_width_and_depth_grow_together(model, vocab_size, factor):
     parameters = factor * multiplying_parameters(model, vocab_size)
     found = scaled_model(model, parameters, vocab_size)

@@ -53,7 +53,8 @@ def losses_on(folder, meshes, common, *others, rtol=1e-5):
 @pytest.fixture(scope="module")
 def meshes(tmp_path_factory):
     cases = [{"name": name, "steps": 8, "trainer": trainer, "inspect": True} for name, trainer in MESHES.items()]
-    lora = {"steps": 6, "optimizer": {"learning_rate": 3e-2}}
+    # at 3e-2 Adam makes roundings of 1e-7 in the gradients of adapters 1e-5 in the losses
+    lora = {"steps": 6, "optimizer": {"learning_rate": 1e-2}}
     lora["lora"] = {**ADAPTERS, "dropout": 0.3, "base_dtype": "bfloat16", "base_quantization": "nf4"}
     cases += [{**ONE, **lora, "name": "lora, one"}, {**lora, "name": "lora", "trainer": BOTH}]
     return train(tmp_path_factory.mktemp("meshes"), [{**ONE, "steps": 8}, *cases])
@@ -192,7 +193,7 @@ def test_lora_with_dropout_on_a_base_in_4_bits_does_not_depend_on_the_mesh(meshe
     ids=["gpt2", "llama", "mpt", "backpack"],
 )
 def test_lora_does_not_depend_on_the_mesh_and_accumulation(tmp_path, family, meshes):
-    lora = {"steps": 6, "optimizer": {"learning_rate": 3e-2}, "lora": ADAPTERS, "model": {"type": family}}
+    lora = {"steps": 6, "optimizer": {"learning_rate": 1e-2}, "lora": ADAPTERS, "model": {"type": family}}
     if family in ("llama", "mpt"):
         lora["lora"] = ADAPTERS | {"base_quantization": {"llama": "int8", "mpt": "int4"}[family]}
     dropout = {**ONE, **lora, "lora": {**ADAPTERS, "dropout": 0.3}, "name": "dropout"}
