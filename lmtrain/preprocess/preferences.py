@@ -197,6 +197,11 @@ class Preferences:
             asked, repeated = check_messages([{"role": "user", "content": prompt}], self.prompt_field), 0
         elif prompt is None or isinstance(prompt, str | list):
             shared = _common(*([spoken(message) for message in own] for own in messages))
+            if not shared and prompt not in (None, "", []):
+                raise BadRecordError(
+                    "one of the answers begins with a message of the user, the other does not; write "
+                    f"{self.prompt_field!r} in both, or in none"
+                )
             if not shared:
                 raise BadRecordError(
                     "the answers have no message in common at their start; write the prompt under its key, "

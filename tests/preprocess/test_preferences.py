@@ -156,6 +156,7 @@ def test_answers_may_have_several_messages(folder):
         ({"prompt": [ASK], "chosen": [{"role": "user", "content": "x"}, GOOD], "rejected": [BAD]}, ["'prompt'"]),
         ({"prompt": "No.", "chosen": [ASK, GOOD], "rejected": [ASK, BAD]}, ["'prompt'"]),
         ({"conversations": [SYSTEM, ASK], "chosen": [ASK, GOOD], "rejected": [ASK, BAD]}, ["'conversations'"]),
+        ({"prompt": "Why?", "chosen": [ASK, GOOD], "rejected": [BAD]}, ["'prompt'", "both"]),
         ({"prompt": 3, "chosen": [GOOD], "rejected": [BAD]}, ["'prompt'"]),
     ],
 )
