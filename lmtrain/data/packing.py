@@ -48,13 +48,14 @@ def pack(lengths: np.ndarray, seq_len: int, too_long: TooLong, how: Pack) -> Pac
     sizes = np.minimum(lengths[documents], seq_len)
     is_long = lengths[documents] > seq_len
     is_kept = ~is_long | (too_long == "cut")
-    if how == "first_fit":  # a document that is dropped ends a sequence, too, as ever
+    if how == "first_fit":  # a document that is dropped ends a sequence, too
         sequences = _in_order(sizes, is_long, seq_len)[is_kept]
     else:
-        sequences = np.zeros(0, np.int64)
-        for at in range(0, int(is_kept.sum()), _BLOCK):
-            block = _best_fit(sizes[is_kept][at : at + _BLOCK].tolist(), seq_len)
-            sequences = np.append(sequences, block + (sequences.max(initial=-1) + 1))
+        kept, blocks, count = sizes[is_kept].tolist(), [np.zeros(0, np.int64)], 0
+        for at in range(0, len(kept), _BLOCK):
+            blocks.append(_best_fit(kept[at : at + _BLOCK], seq_len) + count)
+            count = int(blocks[-1].max()) + 1
+        sequences = np.concatenate(blocks)
     order = np.argsort(sequences, kind="stable")
     counts = np.unique(sequences, return_counts=True)[1]
     return Packed(documents[is_kept][order], np.append(0, np.cumsum(counts)), int(is_long.sum()))

@@ -108,8 +108,9 @@ class PackedWindows:
 
         return document_starts(before, begins, first)
 
-    def _pack(self, shard: int) -> Pieces:
-        lengths, in_pairs = self.store.document_lengths(shard), self.store.has_pairs
+    def _pack(self, shard: int, lengths: np.ndarray) -> Pieces:
+        """The pieces of a shard whose documents have these lengths, relative to its first token."""
+        in_pairs = self.store.has_pairs
         of_units = lengths.reshape(-1, 2).sum(1) if in_pairs else lengths
         packed = pack(of_units, self._seq_len, self.store.too_long, self.store.pack)
         self.too_long += packed.too_long
@@ -117,11 +118,12 @@ class PackedWindows:
 
     def _pack_new(self) -> None:
         shards = self.store.shards
-        parts = [self._pieces]
+        parts, count = [self._pieces], len(self._pieces.starts)
         for shard in range(self._shards, len(shards.infos)):
-            pieces = self._pack(shard)
-            offsets = pieces.offsets[1:] + sum(len(part.starts) for part in parts)
+            pieces = self._pack(shard, self.store.document_lengths(shard))
+            offsets = pieces.offsets[1:] + count
             parts.append(pieces._replace(starts=pieces.starts + shards.starts[shard], offsets=offsets))
+            count += len(pieces.starts)
             self._shards += 1
         if len(parts) > 1:
             self._pieces = Pieces(*map(np.concatenate, zip(*parts, strict=True)))
@@ -184,9 +186,8 @@ class PairWindows(PackedWindows):
             starts[row] = self._places(window)[1][of_documents[row]]
         return starts
 
-    def _pack(self, shard: int) -> Pieces:
-        lengths = self.store.document_lengths(shard)
-        pieces = super()._pack(shard)
+    def _pack(self, shard: int, lengths: np.ndarray) -> Pieces:
+        pieces = super()._pack(shard, lengths)
         pieces = pieces._replace(documents=pieces.documents + len(self._begins))
         begins = self.store.shards.starts[shard] + np.cumsum(lengths) - lengths
         self._begins = np.append(self._begins, begins)

@@ -1,7 +1,7 @@
 """Sampling for several requests at once, which come and go: each has a row of one KV cache, all rows advance together.
 
     engine = Engine(model, params, seq_len, rows=4)
-    request = engine.add(Request(ids, max_new_tokens=64, seed=1))
+    request = engine.add(Request(ids=ids, settings=SamplingSettings(64), seed=1))
     while engine.step():
         ...                                  # request.new grows; request.reason says why it has ended
 
@@ -66,14 +66,14 @@ class Engine:
         def apply(params: Any) -> Any:
             return functools.partial(model.apply, {"params": params})
 
-        def read(params: Any, cache: Any, tokens: Any, start: Any, last: Any, drawn: Any, *sampling: Any) -> Any:
+        def read(params: Any, cache: Any, tokens: Any, start: Any, last: Any, *sampling: Any) -> Any:
             count = None if tokens.shape[1] == 1 else last + 1
             logits, cache = apply(params)(tokens, cache, start, count, method="extend")
-            return choose_each(logits[:, last], start + last, drawn, *sampling), cache
+            return choose_each(logits[:, last], start + last, *sampling), cache
 
-        def write(params: Any, cache: Any, tokens: Any, starts: Any, drawn: Any, *sampling: Any) -> Any:
+        def write(params: Any, cache: Any, tokens: Any, starts: Any, *sampling: Any) -> Any:
             logits, cache = apply(params)(tokens[:, None], cache, starts, method="extend")
-            return choose_each(logits[:, 0], starts, drawn, *sampling), cache
+            return choose_each(logits[:, 0], starts, *sampling), cache
 
         def take(cache: Any, row: Any) -> Any:
             return jax.tree.map(lambda x, axis: jax.lax.dynamic_slice_in_dim(x, row, 1, axis), cache, axes)
@@ -90,8 +90,9 @@ class Engine:
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
+            advice = "lower --parallel" if rows > 1 else "use a device with more memory"
             raise UserError(
-                f"KV caches of {rows:,} x {seq_len:,} tokens do not fit into the device's memory; lower --parallel"
+                f"KV caches of {rows:,} x {seq_len:,} tokens do not fit into the device's memory; {advice}"
             ) from None
 
     @property

@@ -156,7 +156,7 @@ class Completion:
     def __init__(self, model: str):
         self._common = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": model}
 
-    def whole(self, texts: Sequence[str], reasons: Sequence[str], usage: Mapping[str, Any]) -> dict[str, Any]:
+    def complete(self, texts: Sequence[str], reasons: Sequence[str], usage: Mapping[str, Any]) -> dict[str, Any]:
         """The complete response."""
         choices = [
             {

@@ -78,7 +78,7 @@ class Replies:
         self, requests: Sequence[Request], stops: Sequence[str], check: Callable[[], None]
     ) -> Iterator[tuple[int, str, str | None]]:
         """The pieces of all replies as they come: number of the reply, text, and with the last one why it ends.
-        `check` is called again and again, also while nothing comes."""
+        `check` is called for each, and twice a second while none comes."""
         texts = [Pieces(self.encoder.backend, stops) for _ in requests]
         seen, open_replies = [0] * len(requests), set(range(len(requests)))
         while open_replies:
@@ -258,7 +258,7 @@ class _Handler(BaseHTTPRequestHandler):
             for number, piece, reason in replies.pieces(requests, asked.stops, self._check_client):
                 texts[number] += piece
                 reasons[number] = reason or ""
-            self._send(Completion(self.server.model).whole(texts, reasons, self._usage(requests)))
+            self._send(Completion(self.server.model).complete(texts, reasons, self._usage(requests)))
         finally:
             replies.cancel(requests)
 

@@ -38,9 +38,6 @@ from lmtrain.runtime.storage import (
 )
 from lmtrain.sharding.mesh import Layout
 
-# Key of a checkpoint's run info: the fingerprint of the reference's parameters.
-REFERENCE = "reference"
-
 # Part of the hash that names stored values: changes if the same inputs give other values.
 _VERSION = 2
 
@@ -145,6 +142,8 @@ def key_of(digest: str, config: RunConfig, cache: Cache, source: EvalSource) -> 
         "mask_across_documents": source.mask_across_documents,
         "sequences": len(source) * source.batch_size if len(source) < source.all_batches else None,
     }
+    if described["sequences"] is not None and source.store.pack != "first_fit":
+        described["pack"] = source.store.pack  # which pairs these sequences have
     return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:16]
 
 

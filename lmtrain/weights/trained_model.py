@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     from lmtrain.sharding.mesh import Layout
 
 
+# Key of a checkpoint's run info: the fingerprint of the model that preferences are relative to.
+REFERENCE = "reference"
+
 # Averages of checkpoints: which ones `--average` names, and the mean of their parameters.
 #
 # The mean over the end of a run often has a lower loss than its last step (Izmailov et al. 2018, stochastic weight
@@ -182,7 +185,7 @@ def from_checkpoint(run: Run, path: str | None, average: str | None = None) -> T
         origin=origin,
         chat_template=template,
         generation=generation_of(run),
-        reference=run_info.get("reference"),
+        reference=run_info.get(REFERENCE),
         card=ModelCard(
             run=run_info["run_id"],
             config=run_info["config"],

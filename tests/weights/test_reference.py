@@ -18,7 +18,8 @@ def key(model=None, source=None, cache=None, **trainer):
     settings["model"] = MODEL | (model or {})
     settings["trainer"] |= trainer
     batches = {"seq_len": 48, "reset_positions": True, "mask_across_documents": True, "batch_size": 4}
-    read = type("Source", (SimpleNamespace,), {"__len__": lambda self: 3})(**batches | (source or {}), all_batches=3)
+    batches |= {"all_batches": 3, "store": SimpleNamespace(pack="first_fit")} | (source or {})
+    read = type("Source", (SimpleNamespace,), {"__len__": lambda self: 3})(**batches)
     stored = SimpleNamespace(identity={"recipe": {"template": "a"}}, too_long="drop")
     return key_of("digest", RunConfig(**settings), SimpleNamespace(**vars(stored) | (cache or {})), read)
 
@@ -44,6 +45,13 @@ def key(model=None, source=None, cache=None, **trainer):
 )
 def test_values_of_another_computation_have_another_name(changed):
     assert key(**changed) != key()
+
+
+def test_values_of_some_of_the_sequences_are_those_of_a_packing():
+    """Of all sequences, both have all pairs."""
+    best = SimpleNamespace(pack="best_fit")
+    assert key(source={"store": best}) == key()
+    assert key(source={"all_batches": 5, "store": best}) != key(source={"all_batches": 5}) != key()
 
 
 @pytest.mark.parametrize(

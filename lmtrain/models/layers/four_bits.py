@@ -12,14 +12,12 @@ book whose steps grow with the magnitude (Dettmers et al. 2022, "8-bit Optimizer
 """
 
 import functools
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-
-FourBits = Literal["nf4", "int4"]
 
 _BLOCK = 64
 _NESTED = 256
@@ -49,7 +47,7 @@ def code_book() -> np.ndarray:
 
 
 class Blocks(struct.PyTreeNode):
-    """A matrix of `shape` in 4 bits, of which the first dimensions are `inputs`.
+    """A matrix of `shape`, [*inputs, *outputs], in 4 bits.
 
     `codes` uint8 [blocks, half a block, *outputs], two numbers in each byte; `scale` uint8 [blocks, *outputs];
     `nested` float32 [blocks of scales], and their mean, `offset`.

@@ -26,8 +26,8 @@ from lmtrain.train.start.resume import DECISIONS, check_identity
 from lmtrain.train.start.train_batches import TrainBatches, is_pending, open_evaluation
 from lmtrain.train.step.state import TrainState
 from lmtrain.weights.hf_config import hf_ref
-from lmtrain.weights.reference import REFERENCE
 from lmtrain.weights.run_files import generation_of, keep_config, keep_tokenizer, template_of
+from lmtrain.weights.trained_model import REFERENCE
 
 if TYPE_CHECKING:
     from lmtrain.train.start.exporter import Exporter

@@ -18,8 +18,8 @@ from lmtrain.weights.export_folder import BaseIdentity
 from lmtrain.weights.hf_config import hf_ref
 from lmtrain.weights.load_hf import load_hf_params
 from lmtrain.weights.lora_base import LoadedModel, load_base
-from lmtrain.weights.reference import REFERENCE, Reference
-from lmtrain.weights.trained_model import load_initial
+from lmtrain.weights.reference import Reference
+from lmtrain.weights.trained_model import REFERENCE, load_initial
 
 
 def reference_of(program: Program, digest: str, load: Callable[[], Any], processes: Processes) -> Reference:
